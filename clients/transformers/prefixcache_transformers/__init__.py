@@ -1,0 +1,1 @@
+"""Prefix reuse for Hugging Face Transformers."""

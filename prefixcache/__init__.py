@@ -1,0 +1,1 @@
+"""prefixcache: prefix caching and KV offloading for LLM inference. See ARCHITECTURE.md."""

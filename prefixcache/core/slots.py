@@ -209,7 +209,10 @@ class SlabPool:
         if count * stride > self.slab_granules:
             return None
         fresh = self._assign_unused(stride)
-        if fresh is None or fresh.free_count < count:
+        if fresh is None:
+            return None
+        if fresh.free_count < count:  # the short last slab
+            self._retire(fresh)
             return None
         return self._take(fresh, count, contiguous=True)
 

@@ -102,6 +102,8 @@ class SlabPool:
 
     def allocate(self, stride_bytes: int, count: int) -> Slots:
         """Up to `count` slots; fewer when there are no more."""
+        if count <= 0:
+            return _NONE
         stride = stride_bytes // SLOT_GRANULE
         whole = self._allocate_run(stride, count)
         if whole is not None:

@@ -18,7 +18,6 @@ from prefixcache.core.slabs import Move, SlabMover
 from prefixcache.core.slots import Slab
 from prefixcache.core.state import State
 
-CONSIDER_EVERY = 64  # grants that had to evict between two looks at the other classes
 EVICTIONS_PER_SLAB = 2  # a take-over evicts at most this many slabs' worth of blocks in one call
 
 
@@ -53,7 +52,7 @@ class Transfers:
         if self.state.host.unused_slabs() or len(self.state.policies) < 2:  # noqa: PLR2004
             return
         self._since_look += 1
-        if self._since_look < CONSIDER_EVERY:
+        if self._since_look < self.state.config.compare_classes_every:
             return
         self._since_look = 0
         mine = self.evictor.oldest_policy(stride, using=True)

@@ -85,9 +85,8 @@ def test_functions_take_few_parameters() -> None:
 def test_bool_parameters_are_keyword_only() -> None:
     bare = []
     for name, function in ALL:
-        for argument in [*function.args.posonlyargs, *function.args.args]:
-            if isinstance(argument.annotation, ast.Name) and argument.annotation.id == "bool":
-                bare.append(f"{name}({argument.arg})")
+        arguments = [*function.args.posonlyargs, *function.args.args]
+        bare += [f"{name}({a.arg})" for a in arguments if a.annotation and ast.unparse(a.annotation) == "bool"]
     assert not bare, "\n".join(bare)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from prefixcache_transformers.block_store import BlockStore
 
 from .tiny_models import BLOCK, STYLES, WINDOW, Opener, cached, left_padded, plain, prompt, tiny_model
@@ -218,7 +219,7 @@ def test_stored_bytes_never_change(model: Any) -> None:
 
 
 class Broken:
-    """A store that fails in the chosen call: `acquire`, `copy_to` (raises), `lost` (answers False), `release`, `store`."""
+    """A store that fails: in `acquire`, `copy_to` (raises), `lost` (copy_to answers False), `release` or `store`."""
 
     def __init__(self, inner: BlockStore, fault: str) -> None:
         self._inner, self._fault = inner, fault

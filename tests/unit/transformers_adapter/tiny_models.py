@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from prefixcache_transformers.block_store import BlockStore, MemoryBlockStore
 from prefixcache_transformers.prefix_cache import PrefixCache
 from prefixcache_transformers.probe import CacheShape
-from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB = 512
 BLOCK = 16
@@ -83,9 +84,7 @@ def left_padded(prompts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor
     """(ids, mask) of a batch, each i64[rows, longest]."""
     longest = max(ids.shape[1] for ids in prompts)
     ids = torch.cat([torch.nn.functional.pad(ids, (longest - ids.shape[1], 0)) for ids in prompts])
-    mask = torch.cat(
-        [torch.nn.functional.pad(torch.ones_like(ids), (longest - ids.shape[1], 0)) for ids in prompts]
-    )
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(ids), (longest - ids.shape[1], 0)) for ids in prompts])
     return ids, mask
 
 

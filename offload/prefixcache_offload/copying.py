@@ -1,0 +1,64 @@
+"""Whole slots to and from one flat array, any number of them in one call that holds no lock of the interpreter.
+
+A Python loop of copies takes the interpreter lock once a block, and beside a busy thread each taking waits up to 5 ms. Here
+a batch is one numpy call: the slots become rows of an opaque dtype, loading is `take`, storing is an indexed assignment;
+both run at the speed of `copyto` over the same blocks and give the lock up once for the whole batch. Two sides that need
+permuting are the business of `transfer`.
+
+Nothing here looks at generations: the caller checks them after the copy, before it uses a byte.
+"""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache_offload.mapping import Bytes
+from prefixcache_offload.units import SLOT_GRANULE
+
+
+def copy_from_slots(pool: Bytes, slots: npt.ArrayLike, target: Bytes) -> None:
+    """Fill `target` (contiguous u8[n * slot bytes]) with the bytes of `slots` (u32[n]), in their order.
+
+    Slots of one call are equally long: `target.size / n` bytes each. Raises IndexError when one reaches out of the pool,
+    ValueError when the sizes do not fit. Do not change `target` meanwhile.
+    """
+    rows, row_bytes = _rows(pool, slots, target)
+    if rows.size:
+        # mode "clip" (the rows are checked above) spares a buffered copy of `target`
+        np.take(_as_rows(pool, row_bytes), rows, out=_as_rows(target, row_bytes), mode="clip")
+
+
+def copy_to_slots(pool: Bytes, slots: npt.ArrayLike, source: Bytes) -> None:
+    """Write `source` (contiguous u8[n * slot bytes]) into `slots` (u32[n]) of a writable pool, in their order.
+
+    Raises as `copy_from_slots`, and ValueError when the pool is read-only.
+    """
+    rows, row_bytes = _rows(pool, slots, source)
+    if rows.size:
+        _as_rows(pool, row_bytes)[rows] = _as_rows(source, row_bytes)
+
+
+def _as_rows(memory: Bytes, row_bytes: int) -> npt.NDArray[np.void]:
+    whole = memory.size - memory.size % row_bytes
+    return memory[:whole].view(np.dtype((np.void, row_bytes)))
+
+
+def _rows(pool: Bytes, slots: npt.ArrayLike, flat: Bytes) -> tuple[npt.NDArray[np.intp], int]:
+    """Rows of the pool, in order, that make up the slots, and the bytes of a row (the longest that fits all of them)."""
+    starts = np.asarray(slots, dtype=np.uint32).astype(np.int64) * SLOT_GRANULE
+    if starts.ndim != 1 or flat.ndim != 1 or not flat.flags.c_contiguous:
+        raise ValueError("slots and flat bytes must be one-dimensional and contiguous")
+    if not starts.size:
+        if flat.size:
+            raise ValueError(f"{flat.size} bytes and no slot to copy")
+        return starts, 1
+    slot_bytes, rest = divmod(flat.size, starts.size)
+    if rest or not slot_bytes:
+        raise ValueError(f"{flat.size} bytes are not {starts.size} slots of equal length")
+    if int(starts.max()) + slot_bytes > pool.size:
+        raise IndexError(f"a slot of {slot_bytes} bytes reaches out of a pool of {pool.size} bytes")
+    row_bytes = math.gcd(slot_bytes, int(np.gcd.reduce(starts)))
+    per_slot = slot_bytes // row_bytes
+    rows = (starts // row_bytes)[:, None] + np.arange(per_slot)
+    return rows.reshape(-1), row_bytes

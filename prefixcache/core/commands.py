@@ -1,0 +1,298 @@
+"""Everything the core can answer: replies to a caller and orders to the executor, in the order they are to be done.
+
+Belongs here: plain values. Must not know: who carries them out.
+An order that stands before a reply is done before that reply leaves (`SetGenerations` before `Reserved`).
+Every order that begins something asynchronous (CopySlots, ComputeChecksum, VerifyParts) ends in exactly one Done event.
+Not frozen, for the same reason as the events; treat as immutable. Arrays are not copied again: do not write to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixcache.core.ids import Generations, LeaseId, NamespaceId, PoolId, ReservationId, Rows, SessionId, Slots, Tier
+from prefixcache.core.reasons import Kind, Miss, Refusal, Skip
+
+
+@dataclass(slots=True)
+class Refused:
+    """The one negative answer. kind: canonical gRPC code name; metadata: facts for the message, never key material.
+
+    subject: the lease, reservation or session it is about (empty: none), because an Acquire that waited for a
+    verification is answered in a later call."""
+
+    kind: Kind
+    reason: Refusal
+    message: str
+    subject: bytes = b""
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SessionReady:
+    session: SessionId
+
+
+@dataclass(slots=True)
+class SessionClosed:
+    """quarantined_slots: how many slots wait for ProcessExited (0: the session is forgotten)."""
+
+    session: SessionId
+    quarantined_slots: int
+
+
+@dataclass(slots=True)
+class NamespaceReady:
+    """The id that counts, and the bytes a slot of each part takes."""
+
+    namespace: NamespaceId
+    strides: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Run:
+    """One part of `len(slots)` consecutive blocks from `first_block`, all in one pool.
+
+    The reader compares `generations` with the control page after its copy; a difference is `lease_lost`."""
+
+    part: int
+    first_block: int
+    pool: PoolId
+    slots: Slots
+    generations: Generations
+
+
+@dataclass(slots=True)
+class Acquired:
+    """Blocks `[from_block, from_block + planned_blocks)` are promised; `ready_blocks` of them can be read.
+
+    planned_blocks 0: there is no lease and nothing to release. stop: why it ends there, None if every key was hit.
+    tokens: planned tokens by tier, indexed by `Tier`. runs: full groups whole, sliding and state groups only what the
+    prefix needs. present (foreign only): bool[n] over keys from `from_block`; planned_blocks is then its sum.
+    """
+
+    lease: LeaseId
+    from_block: int
+    planned_blocks: int
+    ready_blocks: int
+    runs: tuple[Run, ...]
+    stop: Miss | None
+    tokens: tuple[int, int, int, int]
+    expires_at: float
+    present: NDArray[np.bool_] | None = None
+
+
+@dataclass(slots=True)
+class LeaseExtended:
+    lease: LeaseId
+    expires_at: float
+
+
+@dataclass(slots=True)
+class Released:
+    """A lease ended; what became of its tokens."""
+
+    lease: LeaseId
+    hit_tokens: int
+    missed_tokens: int
+
+
+@dataclass(slots=True)
+class LeaseEnded:
+    """A lease ended without its worker's word (expired, session gone): stop its arrivals."""
+
+    lease: LeaseId
+    session: SessionId
+    reason: Miss
+
+
+@dataclass(slots=True)
+class LookedUp:
+    """Longest restorable prefix from block 0, in blocks, and its tokens behind `from_block` by tier."""
+
+    matched_blocks: int
+    tokens: tuple[int, int, int, int]
+    stop: Miss | None
+    present: NDArray[np.bool_] | None = None
+
+
+@dataclass(slots=True)
+class Grant:
+    """Slots of one part, one per granted block; NO_SLOT where that block has this part already."""
+
+    part: int
+    pool: PoolId
+    slots: Slots
+
+
+@dataclass(slots=True)
+class Reserved:
+    """blocks: u32[n], ascending numbers in the chain that may be written (foreign: places in the keys). generation: of
+    all its slots. skipped: blocks not granted, by reason. Zero blocks: there is no reservation and nothing to end."""
+
+    reservation: ReservationId
+    blocks: NDArray[np.uint32]
+    grants: tuple[Grant, ...]
+    generation: int
+    skipped: dict[Skip, int]
+    expires_at: float
+
+
+@dataclass(slots=True)
+class Committed:
+    """stored: blocks that became visible or will when their parent does; dropped: by reason; open_blocks: still to be
+    filled (0 with more=False: the reservation is over)."""
+
+    reservation: ReservationId
+    stored: int
+    dropped: dict[Skip, int]
+    open_blocks: int
+
+
+@dataclass(slots=True)
+class Aborted:
+    reservation: ReservationId
+    freed_slots: int
+
+
+@dataclass(slots=True)
+class ReservationEnded:
+    """A reservation ran out or its session ended. quarantined_slots wait for the writer's Commit, Abort or exit."""
+
+    reservation: ReservationId
+    session: SessionId
+    quarantined_slots: int
+
+
+@dataclass(slots=True)
+class SetGenerations:
+    """Write `generation` into the control page at every one of `slots`, before the reply that follows."""
+
+    pool: PoolId
+    slots: Slots
+    generation: int
+
+
+@dataclass(slots=True)
+class CopySlots:
+    """Copy `slot_bytes` from each source to the target at the same place. Ends in CopyDone(copy)."""
+
+    copy: int
+    pool: PoolId
+    sources: Slots
+    targets: Slots
+    slot_bytes: int
+
+
+@dataclass(slots=True)
+class ComputeChecksum:
+    """xxh3-128 over the first `size_bytes` of each slot. Ends in ChecksumDone with the same rows and generations."""
+
+    namespace: NamespaceId
+    part: int
+    pool: PoolId
+    size_bytes: int
+    rows: Rows
+    slots: Slots
+    generations: Generations
+
+
+@dataclass(slots=True)
+class PartCheck:
+    """Expected digests u8[n, 16] of one part's rows."""
+
+    part: int
+    pool: PoolId
+    size_bytes: int
+    rows: Rows
+    slots: Slots
+    digests: NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class VerifyParts:
+    """Compare bytes with their digests. Ends in VerifyDone(check); the Acquire that asked is answered after it."""
+
+    check: int
+    namespace: NamespaceId
+    parts: tuple[PartCheck, ...]
+
+
+@dataclass(slots=True)
+class Cleared:
+    """blocks: out of sight now; leased_blocks of them keep their slots until their leases end."""
+
+    blocks: int
+    leased_blocks: int
+
+
+@dataclass(slots=True)
+class DrainFinished:
+    """No reservation is left and none will come."""
+
+
+@dataclass(slots=True)
+class SnapshotTaken:
+    """Plain dicts, lists, ints, strings and bytes only (msgpack-able)."""
+
+    snapshot: dict[str, Any]
+
+
+@dataclass(slots=True)
+class SnapshotLoaded:
+    namespaces: int
+    blocks: int
+
+
+class Change(StrEnum):
+    STORED = "stored"
+    REMOVED = "removed"
+    CLEARED = "cleared"
+
+
+@dataclass(slots=True)
+class Published:
+    """For WatchEvents. keys: packed, consecutive blocks from `first_block`, below `parent` (empty: the root).
+    CLEARED: keys empty means the whole namespace. sequence: gapless from 1."""
+
+    sequence: int
+    change: Change
+    namespace: NamespaceId
+    keys: bytes
+    parent: bytes
+    first_block: int
+    tier: Tier
+
+
+Reply: TypeAlias = (
+    Refused
+    | SessionReady
+    | SessionClosed
+    | NamespaceReady
+    | Acquired
+    | LeaseExtended
+    | Released
+    | LookedUp
+    | Reserved
+    | Committed
+    | Aborted
+    | Cleared
+    | DrainFinished
+    | SnapshotTaken
+    | SnapshotLoaded
+)
+Order: TypeAlias = (
+    SetGenerations
+    | CopySlots
+    | ComputeChecksum
+    | VerifyParts
+    | LeaseEnded
+    | ReservationEnded
+    | Published
+)
+Command: TypeAlias = Reply | Order

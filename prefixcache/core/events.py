@@ -1,0 +1,260 @@
+"""Everything that can happen to the core, in the past tense. `Planner.handle(event, now)` takes exactly these.
+
+Belongs here: plain values. Must not know: what the planner makes of them (its commands say).
+Not frozen: a frozen dataclass costs three times as much to make, and these are made once per RPC. Treat as immutable.
+All times are seconds on the caller's monotonic clock, all ids 16 bytes, all keys packed `n x 32` bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixcache.core.ids import Generations, LeaseId, NamespaceId, PoolId, ReservationId, Rows, SessionId
+from prefixcache.core.reasons import Miss
+from prefixcache.core.spec import NamespaceSpec
+
+ALL_PARTS = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class SessionOpened:
+    """A worker (or one engine with all its ranks) came. Answer: SessionReady | Refused.
+
+    can_map: it writes slots itself through a mapping, so its filling slots only come back by Commit, Abort or
+    ProcessExited. False: the daemon writes for it (`WriteBlocks`), its slots come back at once when it ends; the shell
+    must then end its own write before it reports the end or lets the reservation run out.
+    """
+
+    session: SessionId
+    can_map: bool
+    name: str = ""
+
+
+@dataclass(slots=True)
+class SessionEnded:
+    """Goodbye, TTL over, or end of file. Leases and keys are free at once. Answer: SessionClosed | Refused."""
+
+    session: SessionId
+
+
+@dataclass(slots=True)
+class ProcessExited:
+    """The process behind a session is gone for sure (pidfd), so nobody writes its slots any more.
+    Answer: SessionClosed (also when SessionEnded came before) | Refused."""
+
+    session: SessionId
+
+
+@dataclass(slots=True)
+class NamespaceOpened:
+    """A layout was registered. `namespace` is the id to give it if the fingerprint is new; the answer names the id
+    that counts. Answer: NamespaceReady | Refused."""
+
+    namespace: NamespaceId
+    fingerprint: bytes
+    spec: NamespaceSpec
+
+
+@dataclass(slots=True)
+class AcquireRequested:
+    """The longest restorable prefix of a prompt is wanted. Answer: Acquired | Refused (later, if bytes must be
+    verified first: VerifyParts).
+
+    keys: the chain from block 0 (also for blocks below `from_block`, which the engine has itself and which are not
+    looked up). prompt_tokens: whole prompt length; what lies behind the last key is the miss `partial_block`.
+    """
+
+    session: SessionId
+    lease: LeaseId
+    namespace: NamespaceId
+    keys: bytes
+    from_block: int
+    prompt_tokens: int
+    ttl_s: float
+    max_blocks: int | None = None
+
+
+@dataclass(slots=True)
+class LeaseRenewed:
+    """Answer: LeaseExtended | Refused."""
+
+    session: SessionId
+    lease: LeaseId
+    ttl_s: float
+
+
+@dataclass(slots=True)
+class LeaseReleased:
+    """The worker is done. The first `used_blocks` planned blocks were a hit (None: all), the others the miss `unused`.
+    Answer: Released | Refused."""
+
+    session: SessionId
+    lease: LeaseId
+    used_blocks: int | None = None
+    unused: Miss = Miss.UNUSED
+
+
+@dataclass(slots=True)
+class LookupRequested:
+    """As AcquireRequested without a pin, a session or a trace in the LRU order. Answer: LookedUp | Refused."""
+
+    namespace: NamespaceId
+    keys: bytes
+    from_block: int = 0
+
+
+@dataclass(slots=True)
+class ReserveRequested:
+    """Slots are wanted for what is missing of `keys[from_block:]`. Answer: Reserved | Refused.
+
+    keys: the chain from block 0. parents (foreign namespaces only): None, or 32 bytes per key, zeros for no parent.
+    part_mask: bit p set = part p will be written.
+    """
+
+    session: SessionId
+    reservation: ReservationId
+    namespace: NamespaceId
+    keys: bytes
+    from_block: int
+    ttl_s: float
+    parents: bytes | None = None
+    part_mask: int = ALL_PARTS
+
+
+@dataclass(slots=True)
+class Coverage:
+    """What one writer has filled: blocks `[first_block, first_block + block_count)` (numbers in the chain; in a
+    foreign namespace places in the reserved keys), of one part, of heads `[first_head, first_head + head_count)`
+    (None: to the last)."""
+
+    first_block: int
+    block_count: int
+    part: int
+    first_head: int = 0
+    head_count: int | None = None
+
+
+@dataclass(slots=True)
+class CommitRequested:
+    """Slots were filled. coverage None: all that was granted. more: another commit of this reservation follows (the
+    next rank, the next chunk). Answer: Committed | Refused."""
+
+    session: SessionId
+    reservation: ReservationId
+    coverage: tuple[Coverage, ...] | None = None
+    more: bool = False
+
+
+@dataclass(slots=True)
+class AbortRequested:
+    """The writer gives up and writes no more. What was not made visible comes back. Answer: Aborted | Refused."""
+
+    session: SessionId
+    reservation: ReservationId
+
+
+@dataclass(slots=True)
+class CopyDone:
+    """A CopySlots ended. Answer: nothing, or Refused when there is no such copy."""
+
+    copy: int
+    ok: bool
+
+
+@dataclass(slots=True)
+class ChecksumDone:
+    """A ComputeChecksum ended: digests u8[n, 16] in the order of `rows`, or None if it failed."""
+
+    namespace: NamespaceId
+    part: int
+    rows: Rows
+    generations: Generations
+    digests: NDArray[np.uint8] | None
+
+
+@dataclass(slots=True)
+class VerifyDone:
+    """A VerifyParts ended; `failed` holds (part, row) of what did not verify."""
+
+    check: int
+    failed: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(slots=True)
+class PartFailedVerification:
+    """Bytes of a part were found wrong by whoever read them. The block and all that follows it leave.
+    Answer: Cleared | Refused (stale)."""
+
+    namespace: NamespaceId
+    part: int
+    row: int
+    generation: int
+
+
+@dataclass(slots=True)
+class CapacityReady:
+    """The first `ready_bytes` of a pool are pre-faulted (and pinned). Only ever grows."""
+
+    pool: PoolId
+    ready_bytes: int
+
+
+@dataclass(slots=True)
+class ClearRequested:
+    """Forget what is stored: everything (namespace None), one namespace, or what has the chain `keys` as its prefix.
+    Leased blocks are out of sight at once and free with their last lease. Answer: Cleared | Refused."""
+
+    namespace: NamespaceId | None = None
+    keys: bytes | None = None
+
+
+@dataclass(slots=True)
+class DrainStarted:
+    """No reservation is granted from now on. Answer: DrainFinished once no reservation is left (maybe at once)."""
+
+
+@dataclass(slots=True)
+class SnapshotRequested:
+    """For a warm restart, after the drain. Answer: SnapshotTaken | Refused (a reservation is still open)."""
+
+
+@dataclass(slots=True)
+class SnapshotRestored:
+    """The snapshot of an earlier planner over the same pool bytes, before anything else happened. Parts are verified on
+    first use. Answer: SnapshotLoaded | Refused (nothing is kept then)."""
+
+    snapshot: dict[str, Any]
+
+
+@dataclass(slots=True)
+class TimePassed:
+    """Nothing but time. Leases and reservations whose time is over end (every other event does this as well)."""
+
+
+Event: TypeAlias = (
+    SessionOpened
+    | SessionEnded
+    | ProcessExited
+    | NamespaceOpened
+    | AcquireRequested
+    | LeaseRenewed
+    | LeaseReleased
+    | LookupRequested
+    | ReserveRequested
+    | CommitRequested
+    | AbortRequested
+    | CopyDone
+    | ChecksumDone
+    | VerifyDone
+    | PartFailedVerification
+    | CapacityReady
+    | ClearRequested
+    | DrainStarted
+    | SnapshotRequested
+    | SnapshotRestored
+    | TimePassed
+)

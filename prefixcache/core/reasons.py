@@ -1,0 +1,84 @@
+"""Every reason the core may give for not doing something. A reason is counted wherever it is given.
+
+Belongs here: enums only. Values are what goes over the wire and into metrics, so they never change meaning.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Miss(StrEnum):
+    """Why looked-up tokens were not a hit (the closed sum of design rule 6 is kept by these)."""
+
+    NOT_STORED = "not_stored"
+    BEING_WRITTEN = "being_written"
+    GROUP_GAP = "group_gap"  # a sliding or state group lacks what the prefix would need
+    PARTIAL_BLOCK = "partial_block"  # tokens behind the last whole block whose key was sent
+    BEYOND_LIMIT = "beyond_limit"  # stored, but more than the caller's max_blocks
+    UNUSED = "unused"  # promised, and the worker did not use it
+    LEASE_LOST = "lease_lost"  # the worker saw another generation after its copy
+    LEASE_EXPIRED = "lease_expired"
+    SESSION_ENDED = "session_ended"
+    COPY_FAILED = "copy_failed"
+    DEADLINE = "deadline"
+    CLIENT_ERROR = "client_error"
+    CHECKSUM = "checksum"  # bytes did not verify
+
+
+class Skip(StrEnum):
+    """Why Reserve did not grant a block, or Commit did not make one visible."""
+
+    ALREADY_STORED = "already_stored"
+    BEING_WRITTEN = "being_written"
+    POOL_FULL = "pool_full"
+    PARENT_MISSING = "parent_missing"
+    PARTS_MISSING = "parts_missing"  # a new block needs every part of every full group
+    DRAINING = "draining"
+    QUOTA = "quota"  # a bound on blocks per reservation or bytes per session
+    ORPHANED = "orphaned"  # its parent left before it could be seen
+
+
+class Kind(StrEnum):
+    """Canonical gRPC status names, the only ones the core uses."""
+
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    NOT_FOUND = "NOT_FOUND"
+    ALREADY_EXISTS = "ALREADY_EXISTS"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
+    RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
+    FAILED_PRECONDITION = "FAILED_PRECONDITION"
+    ABORTED = "ABORTED"
+    DATA_LOSS = "DATA_LOSS"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+class Refusal(StrEnum):
+    """The reason inside a `Refused`."""
+
+    SESSION_UNKNOWN = "session_unknown"
+    SESSION_EXISTS = "session_exists"
+    SESSION_ENDED = "session_ended"
+    NAMESPACE_UNKNOWN = "namespace_unknown"
+    NAMESPACE_MISMATCH = "namespace_mismatch"
+    NAMESPACE_TAKEN = "namespace_taken"
+    SPEC_INVALID = "spec_invalid"
+    BLOCK_TOO_LARGE = "block_too_large"
+    KEYS_INVALID = "keys_invalid"
+    ID_INVALID = "id_invalid"
+    ARGUMENT_INVALID = "argument_invalid"
+    LEASE_UNKNOWN = "lease_unknown"
+    LEASE_EXPIRED = "lease_expired"
+    LEASE_TAKEN = "lease_taken"
+    RESERVATION_UNKNOWN = "reservation_unknown"
+    RESERVATION_EXPIRED = "reservation_expired"
+    RESERVATION_INCOMPLETE = "reservation_incomplete"
+    RESERVATION_TAKEN = "reservation_taken"
+    FOREIGN_SESSION = "foreign_session"
+    TOO_MANY = "too_many"
+    COPY_UNKNOWN = "copy_unknown"
+    CHECK_UNKNOWN = "check_unknown"
+    STALE = "stale"  # the thing it speaks of has moved on since; harmless
+    SNAPSHOT_INVALID = "snapshot_invalid"
+    SNAPSHOT_NOT_CLEAN = "snapshot_not_clean"
+    EVENT_UNKNOWN = "event_unknown"

@@ -1,9 +1,9 @@
 """Whole slots to and from one flat array, any number of them in one call that holds no lock of the interpreter.
 
-A Python loop of copies takes the interpreter lock once a block, and beside a busy thread each taking waits up to 5 ms. Here
-a batch is one numpy call: the slots become rows of an opaque dtype, loading is `take`, storing is an indexed assignment;
-both run at the speed of `copyto` over the same blocks and give the lock up once for the whole batch. Two sides that need
-permuting are the business of `transfer`.
+A Python loop of copies takes the interpreter lock once a block, and beside a busy thread each taking waits up to 5 ms.
+Here a batch is one numpy call: the slots become rows of an opaque dtype, loading is `take`, storing is an indexed
+assignment; both run at the speed of `copyto` over the same blocks and give the lock up once for the whole batch. Two
+sides that need permuting are the business of `transfer`.
 
 Nothing here looks at generations: the caller checks them after the copy, before it uses a byte.
 """
@@ -20,8 +20,8 @@ from prefixcache_offload.units import SLOT_GRANULE
 def copy_from_slots(pool: Bytes, slots: npt.ArrayLike, target: Bytes) -> None:
     """Fill `target` (contiguous u8[n * slot bytes]) with the bytes of `slots` (u32[n]), in their order.
 
-    Slots of one call are equally long: `target.size / n` bytes each. Raises IndexError when one reaches out of the pool,
-    ValueError when the sizes do not fit. Do not change `target` meanwhile.
+    Slots of one call are equally long: `target.size / n` bytes each. Raises IndexError when one reaches out of the
+    pool, ValueError when the sizes do not fit. Do not change `target` meanwhile.
     """
     rows, row_bytes = _rows(pool, slots, target)
     if rows.size:
@@ -45,7 +45,7 @@ def _as_rows(memory: Bytes, row_bytes: int) -> npt.NDArray[np.void]:
 
 
 def _rows(pool: Bytes, slots: npt.ArrayLike, flat: Bytes) -> tuple[npt.NDArray[np.intp], int]:
-    """Rows of the pool, in order, that make up the slots, and the bytes of a row (the longest that fits all of them)."""
+    """Rows of the pool, in order, that make up the slots, and bytes of a row (the longest that fits all)."""
     starts = np.asarray(slots, dtype=np.uint32).astype(np.int64) * SLOT_GRANULE
     if starts.ndim != 1 or flat.ndim != 1 or not flat.flags.c_contiguous:
         raise ValueError("slots and flat bytes must be one-dimensional and contiguous")

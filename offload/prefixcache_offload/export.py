@@ -1,7 +1,7 @@
 """How a pool is announced to another process, and how its descriptors travel.
 
-`PoolDescriptor` is plain data for a message; the descriptors themselves go beside it over a unix socket (SCM_RIGHTS), so
-nothing ever has a name in the file system. No framing of messages here: that belongs to the transport.
+`PoolDescriptor` is plain data for a message; the descriptors themselves go beside it over a unix socket (SCM_RIGHTS),
+so nothing ever has a name in the file system. No framing of messages here: that belongs to the transport.
 """
 
 import array
@@ -37,7 +37,8 @@ class PoolDescriptor:
 def send_descriptors(sock: socket.socket, payload: bytes, fds: Sequence[int]) -> int:
     """Send `payload` (at least one byte) with `fds` over a unix stream socket; answer how many payload bytes left.
 
-    The descriptors go with the first byte; a short answer means the rest of the payload is still to be sent, without them.
+    The descriptors go with the first byte; a short answer means the rest of the payload is still to be sent, without
+    them.
     """
     if not payload:
         raise ValueError("descriptors need at least one byte of payload to travel with")

@@ -1,7 +1,7 @@
 """The control page: one u64 generation per 4 KiB granule of a pool, indexed by slot.
 
-Generation 0 means that the slot never had an owner. The daemon writes a slot's new generation before anybody may learn of its new
-owner; a reader copies the bytes first and compares afterwards. Why that order is enough:
+Generation 0 means that the slot never had an owner. The daemon writes a slot's new generation before anybody may
+learn of its new owner; a reader copies the bytes first and compares afterwards. Why that order is enough:
 
 - Writer: the generation is stored, then the answer to Reserve leaves through a system call, and only the process that
   got the answer writes bytes. So whoever sees one new byte of a slot would also see its new generation.

@@ -3,9 +3,9 @@
 The rule: memory is unmapped when the last view of it is gone, never before. `Mapping.close` only gives up the mapping's
 own hold; the buffer protocol does the rest. What the bytes mean is not known here.
 
-Mappings are not inherited by a forked child (MADV_DONTFORK): a child must never write into a slot its parent filled. The
-child keeps the Python objects, whose destructor would unmap whatever the child has at that address by then, so after a fork
-they are made immortal in the child.
+Mappings are not inherited by a forked child (MADV_DONTFORK): a child must never write into a slot its parent filled.
+The child keeps the Python objects, whose destructor would unmap whatever the child has at that address by then, so
+after a fork they are made immortal in the child.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ class Mapping:
     """
 
     def __init__(self, fd: int, size_bytes: int, *, writable: bool) -> None:
-        """Map `fd`, which the caller has verified and may close afterwards. Raises OSError or ValueError (too short)."""
+        """Map `fd`, which the caller has verified and may close afterwards. Raises OSError or ValueError."""
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._mmap: mmap.mmap | None = mmap.mmap(fd, size_bytes, access=access)
         self._mmap.madvise(mmap.MADV_DONTFORK)
@@ -95,8 +95,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def map_file(fd: int, size_bytes: int, *, writable: bool, sealed: bool = True) -> Mapping:
     """Verify a received descriptor and map it. The caller keeps the descriptor and may close it.
 
-    Raises memfd.BadDescriptor when its size or seals are not as announced, OSError when the kernel refuses (EPERM: a writable
-    mapping of a pool that may only be read).
+    Raises memfd.BadDescriptor when its size or seals are not as announced, OSError when the kernel refuses (EPERM: a
+    writable mapping of a pool that may only be read).
     """
     memfd.verify(fd, size_bytes, sealed=sealed)
     return Mapping(fd, size_bytes, writable=writable)

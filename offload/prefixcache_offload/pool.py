@@ -1,7 +1,8 @@
 """Pools: the memory that slots lie in, seen from the daemon (`HostPool`) and from a worker (`MappedPool`).
 
-`Pool` is what the daemon needs of any pool, so that a GPU pool, or the CPU pool that stands in for one, can follow. Which
-slot belongs to whom is decided elsewhere; here a slot is a place, and its generation a number somebody asked to write.
+`Pool` is what the daemon needs of any pool, so that a GPU pool, or the CPU pool that stands in for one, can follow.
+Which slot belongs to whom is decided elsewhere; here a slot is a place, and its generation a number somebody asked to
+write.
 """
 
 import os
@@ -140,7 +141,7 @@ class HostPool(_Shared):
         return cls(descriptor, fd)
 
     def export_fds(self) -> tuple[int, int]:
-        """(pool, control) descriptors to send with `export.send_descriptors`; they stay ours. ValueError once closed."""
+        """(pool, control) descriptors to send with `export.send_descriptors`; they stay ours. ValueError if closed."""
         if self._fds is None:
             raise ValueError("the pool is closed")
         return self._fds

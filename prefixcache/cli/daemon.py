@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 import grpc
 
@@ -29,7 +29,7 @@ Response = TypeVar("Response")
 
 
 def resolve_address(given: str | None) -> str:
-    """The address to ask: the one given, else PREFIXCACHE_ADDRESS, else the default socket. A path is taken as a socket."""
+    """The address to ask: the one given, else PREFIXCACHE_ADDRESS, else the default socket. A path means a socket."""
     address = given or os.environ.get(ADDRESS_VARIABLE) or f"unix://{defaults.socket_path()}"
     return f"unix://{address}" if address.startswith("/") else address
 
@@ -66,7 +66,7 @@ class Daemon:
         if told is not None:
             name = reason_name(told.reason)
             return CliError(told.message or f"the daemon refused: {name}", reason=name)
-        code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+        code = _call_of(error).code()
         if code is grpc.StatusCode.UNAVAILABLE:
             hint = "start one with `prefixcache serve`, or name another with --address"
             return CliError(f"no daemon answers at {self.address}", hint, reason="server_unavailable")
@@ -76,8 +76,8 @@ class Daemon:
         if code is grpc.StatusCode.UNIMPLEMENTED:
             hint = "the daemon may be older than this command; compare `prefixcache --version` on both sides"
             return CliError(f"the daemon at {self.address} does not know this call", hint, reason="unimplemented")
-        details = error.details() if isinstance(error, grpc.Call) else str(error)
-        return CliError(f"the daemon at {self.address} failed: {details}", "its log tells more", reason=str(code.name).lower())
+        failed = f"the daemon at {self.address} failed: {_call_of(error).details()}"
+        return CliError(failed, "its log tells more", reason=code.name.lower())
 
 
 @contextmanager
@@ -94,11 +94,14 @@ def reason_name(reason: int) -> str:
     return names[reason].removeprefix("REASON_").lower() if reason in names else str(reason)
 
 
+def _call_of(error: grpc.RpcError) -> grpc.Call:
+    """Every error that a blocking stub raises is also the call that failed, which the type does not say."""
+    return cast(grpc.Call, error)
+
+
 def _error_of(error: grpc.RpcError) -> common_pb2.Error | None:
     """The daemon's own Error in the status details, if it sent one."""
-    if not isinstance(error, grpc.Call):
-        return None
-    for item in error.trailing_metadata() or ():
+    for item in _call_of(error).trailing_metadata() or ():
         key, value = item[0], item[1]
         if key == _DETAILS and isinstance(value, bytes):
             status = common_pb2.Status.FromString(value)

@@ -11,7 +11,7 @@ It must not know the commands, gRPC or the server.
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import typer
@@ -48,10 +48,11 @@ class Commands(TyperGroup):
     def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run a command line; with `standalone_mode` it ends in SystemExit, else errors are raised as they are."""
         given = sys.argv[1:] if args is None else list(args)
+        run: Callable[..., Any] = super().main
         if not standalone_mode:
-            return super().main(given, *rest, standalone_mode=False, **extra)
+            return run(given, *rest, standalone_mode=False, **extra)
         try:
-            code = super().main(given, *rest, standalone_mode=False, **extra)
+            code = run(given, *rest, standalone_mode=False, **extra)
         except CliError as error:
             code = _report(error, as_json="--json" in given)
         except _USAGE_ERROR as error:

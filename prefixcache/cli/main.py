@@ -4,6 +4,7 @@ Rules: declarations only. Whatever a command needs is imported when it runs, bec
 completion must be instant. `--json` and `--address` are taken before and behind a command's name.
 """
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,18 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="The daemon's configuration.")
 app.add_typer(config_app, name="config")
+
+
+class Section(StrEnum):
+    """What `bench` can measure."""
+
+    ACQUIRE = "acquire"
+    LOAD = "load"
+    STORE = "store"
+    INDEX = "index"
+    OVERHEAD = "overhead"
+    ALL = "all"
+
 
 NamespaceOption = Annotated[
     str | None,
@@ -116,6 +129,24 @@ def config_show(context: typer.Context, *, config: ConfigFile = None, json: Json
     from prefixcache.cli.config_command import show
 
     show(Settings.of(context, as_json=json), flags, config)
+
+
+@app.command()
+def bench(
+    context: typer.Context,
+    sections: Annotated[
+        list[Section] | None, typer.Argument(metavar="[acquire|load|store|index|overhead|all]...", show_default="all")
+    ] = None,
+    *,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few rounds and small sizes: shows that it works, not how fast.")
+    ] = False,
+    json: JsonFlag = False,
+) -> None:
+    """Measure what the cache costs, beside the limit of each figure. Starts its own daemon."""
+    from prefixcache.cli.bench.command import run
+
+    run(Settings.of(context, as_json=json), {section.value for section in sections or []}, quick=quick)
 
 
 def main() -> None:

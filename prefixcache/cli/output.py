@@ -1,7 +1,7 @@
 """How results reach people and scripts: a rich table, or one JSON object.
 
-What belongs here: the settings that all commands share, and printing. It must not know what is printed. Rich is imported
-only when a table is drawn, because it costs more than most commands.
+What belongs here: the settings that all commands share, and printing. It must not know what is printed. Rich is
+imported only when a table is drawn, because it costs more than most commands.
 """
 
 from __future__ import annotations

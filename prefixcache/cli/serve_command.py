@@ -37,7 +37,7 @@ def _parameter(key: str, kind: object, doc: str) -> inspect.Parameter:
     switch = kind in (bool, "bool")
     names = f"--{flag}/--no-{flag}" if switch else f"--{flag}"
     option: Any = typer.Option(names, help=text, show_default=False, metavar=None if switch else _metavar(key))
-    annotation = Annotated[bool | None if switch else str | None, option]
+    annotation: Any = Annotated[bool | None if switch else str | None, option]
     return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

@@ -1,8 +1,8 @@
 """Prompts as files: token ids in three forms, or text and a tokenizer.
 
-Rules: a token file is a JSON list, integers with white space or commas between them, or raw little-endian u32; the first
-two are recognised by holding nothing but such text. Every failure names the file and what would do. It must not know the
-daemon. Nothing here prints a token or a word of the prompt.
+Rules: a token file is a JSON list, integers with white space or commas between them, or raw little-endian u32; the
+first two are recognised by holding nothing but such text. Every failure names the file and what would do. It must not
+know the daemon. Nothing here prints a token or a word of the prompt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The limit that `acquire` is measured against: a server that only sends back what it was sent.
 
-Runs in a process of its own (`python -m prefixcache.cli.bench.echo TRANSPORT SOCKET`) until its standard input ends, and
-prints one line when it listens. Two forms:
+Runs in a process of its own (`python -m prefixcache.cli.bench.echo TRANSPORT SOCKET`) until its standard input ends,
+and prints one line when it listens. Two forms:
 - grpc: a bare `grpc.server` on a thread pool with one generic handler and no (de)serialising;
 - local: one blocking unix stream socket, a connection at a time, frames of u32 length and payload.
 It must not know what the bytes mean.
@@ -40,7 +40,8 @@ def grpc_echo(folder: Path) -> Iterator[Echo]:
     """A function that sends bytes to a bare gRPC server on a unix socket in `folder` and returns the answer."""
     path = folder / "echo-grpc.sock"
     with _server("grpc", path), grpc.insecure_channel(f"unix://{path}", options=list(_OPTIONS)) as channel:
-        yield channel.unary_unary(METHOD)
+        call: Echo = channel.unary_unary(METHOD, None, None)
+        yield call
 
 
 @contextmanager

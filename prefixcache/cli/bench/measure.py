@@ -1,7 +1,7 @@
 """Timing several things against each other on a machine that does other work as well.
 
 Rules: whatever is compared is interleaved call by call, and every round begins with another one, so that a slow second
-hits all alike; medians, because the mean belongs to the scheduler; garbage collection waits until the round is over.
+hits all alike; medians, because the mean belongs to the scheduler; garbage collection waits until the end.
 It must not know what is measured.
 """
 
@@ -13,37 +13,52 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 # Calls of each before anything counts: connections, code caches, CPU clock.
 WARM_ROUNDS: Final = 3
 INTERVAL: Final = 0.95
 RESAMPLES: Final = 4000
 
-Call = Callable[[], object]
+Call = Callable[[], Any]
 
 
-def interleave(calls: Mapping[str, Call], rounds: int, *, between: Call | None = None) -> dict[str, list[float]]:
-    """Seconds of every call, `rounds` of each. `between` runs untimed after each call (to undo what it did)."""
-    names = list(calls)
+@dataclass(frozen=True)
+class Case:
+    """One thing to time. `prepare` makes the call of a round and `finish` takes its result; neither is timed."""
+
+    prepare: Callable[[], Call]
+    finish: Callable[[Any], object] | None = None
+
+    @classmethod
+    def of(cls, call: Call, finish: Callable[[Any], object] | None = None) -> Case:
+        """The same call in every round."""
+        return cls(lambda: call, finish)
+
+
+def interleave(cases: Mapping[str, Case], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every case, `rounds` of each."""
+    names = list(cases)
     samples: dict[str, list[float]] = {name: [] for name in names}
     with no_collection():
         for number in range(-min(WARM_ROUNDS, rounds), rounds):
             start = number % len(names)
             for name in names[start:] + names[:start]:
-                elapsed = timed(calls[name])
-                if between is not None:
-                    between()
+                elapsed = _timed(cases[name])
                 if number >= 0:
                     samples[name].append(elapsed)
     return samples
 
 
-def timed(call: Call) -> float:
-    """Seconds of one call."""
+def _timed(case: Case) -> float:
+    call = case.prepare()
     start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    result = call()
+    elapsed = time.perf_counter() - start
+    if case.finish is not None:
+        case.finish(result)
+    return elapsed
 
 
 def medians_us(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:

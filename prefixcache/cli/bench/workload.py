@@ -1,7 +1,7 @@
-"""Prompts for the index: made from their number, so that a million blocks need no storage to be asked for again.
+"""Prompts for the benchmark: made from their number, so that a million blocks need no storage to be asked for again.
 
 Every prompt begins with one of HEADS system prompts of one block and goes on with tokens of its own. It must not know
-the index.
+who asks.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Final
 
 import numpy as np
 
-from prefixcache.identity import block_keys
+from prefixcache.identity import KEY_BYTES, block_keys
 
 HEADS: Final = 20
-VOCABULARY: Final = 128_000
-ROOT: Final = bytes(range(32))
+VOCABULARY: Final = 49_152
+ROOT: Final = bytes(range(KEY_BYTES))
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,22 @@ class Prompts:
 
     @property
     def blocks(self) -> int:
+        """Blocks of one prompt."""
         return self.tokens // self.block_tokens
 
     def packed(self, number: int) -> bytes:
         """Token ids of a prompt, little-endian u32."""
-        head, tail = self._pieces(number)
-        return head + tail
+        return _head(number % HEADS, self.block_tokens) + self._own(number)
 
     def keys(self, number: int) -> bytes:
-        """Its block keys, n x 32 bytes."""
-        _, tail = self._pieces(number)
+        """Its block keys from ROOT, n x 32 bytes."""
         head_keys = _head_keys(number % HEADS, self.block_tokens)
-        return head_keys + block_keys(head_keys[-32:], tail, self.block_tokens)
+        return head_keys + block_keys(head_keys[-KEY_BYTES:], self._own(number), self.block_tokens)
 
-    def _pieces(self, number: int) -> tuple[bytes, bytes]:
-        own = np.random.default_rng(number).integers(VOCABULARY, size=self.tokens - self.block_tokens, dtype="<u4")
-        return _head(number % HEADS, self.block_tokens), own.tobytes()
+    def _own(self, number: int) -> bytes:
+        """Everything behind the head. Sequential numbers would do for keys; real ids are no ramp, so neither is this."""
+        own = np.random.default_rng(number).integers(VOCABULARY, size=self.tokens - self.block_tokens, dtype=np.uint32)
+        return own.astype("<u4").tobytes()
 
 
 @cache

@@ -106,7 +106,7 @@ def plan(part: PartShape, span: Span, tensor: EngineTensor, slots: npt.ArrayLike
     targets = np.asarray(places, dtype=np.int64)
     if not starts.size and not targets.size:
         return Job(tensor.memory, [], part.itemsize)
-    pieces, rest = divmod(targets.size, max(starts.size, 1))
+    pieces, rest = divmod(targets.size, starts.size) if starts.size else (0, 0)
     if rest or not pieces or part.tokens % pieces:
         raise ValueError(f"{targets.size} places for {starts.size} blocks of {part.tokens} tokens")
     tokens = part.tokens // pieces

@@ -1,8 +1,8 @@
 """The one frozen configuration: flags over environment over file over defaults.
 
 Rules:
-1. Every key is a field of `Config`, has the variable `PREFIXCACHE_` + its name in capitals, a key in the TOML file (flat,
-   with `-` or `_`, or in tables: `[host] bytes` is `host_bytes`), and a flag (`--host-bytes`).
+1. Every key is a field of `Config`, has the variable `PREFIXCACHE_` + its name in capitals, a key in the TOML file
+   (flat, with `-` or `_`, or in tables: `[host] bytes` is `host_bytes`), and a flag (`--host-bytes`).
 2. An unknown key is refused, with the name that was probably meant. A bad value names its key and where it came from.
 3. Nothing below this file reads the environment.
 """
@@ -60,7 +60,8 @@ class Config:
     listen: str = _text("", "HOST:PORT for gRPC over TCP; empty for none")
     http: str = _text(DEFAULT_HTTP, "HOST:PORT for /metrics, /healthz, /readyz, /stats.json; empty for none")
     host_bytes: int = _size(defaults.host_bytes, "bytes of the host memory pool")
-    host_writable: bool = _switch("workers may write through their mapping of the pool (one trust domain)", default=True)
+    host_writable: bool = _switch("workers write through their own mapping of the pool", default=True)
+    host_slab_bytes: int = _size(0, "bytes of one slab of the pool; 0 chooses by the pool's size")
     host_prefault_threads: int = _count(2, "threads that touch the pool's pages ahead of need")
     session_ttl: float = _time(30.0, "time to live of a gRPC session without a sign of life")
     session_ttl_max: float = _time(3600.0, "longest time to live a session may ask for")
@@ -192,7 +193,7 @@ def _flatten(table: Mapping[str, object], prefix: str) -> dict[str, object]:
 
 
 def _read_environ(environ: Mapping[str, str]) -> dict[str, object]:
-    """Our variables. Clients and tools have some with the same prefix, so an unknown one counts only if it looks meant."""
+    """Our variables. Clients have some with the same prefix, so an unknown one counts only if it looks meant."""
     known = [item.name for item in fields(Config)]
     found: dict[str, object] = {}
     for name, value in environ.items():
@@ -206,7 +207,7 @@ def _check(config: Config) -> None:
     """Refuse values that parse but cannot work."""
     for item in fields(Config):
         value = getattr(config, item.name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+        if isinstance(value, int | float) and value <= 0 and item.name not in _MAY_BE_ZERO:
             raise ConfigError(f"{item.name} must be above 0, got {value}")
     for key in ("listen", "http"):
         if text := getattr(config, key):
@@ -214,14 +215,18 @@ def _check(config: Config) -> None:
                 units.parse_host_port(text)
             except ValueError as error:
                 raise ConfigError(f"{key}: {error}") from error
+    if config.max_message_bytes < _LEAST_MESSAGE_BYTES:
+        raise ConfigError(f"max_message_bytes must be at least {units.format_size(_LEAST_MESSAGE_BYTES)}")
     _one_of("log_format", config.log_format, ("human", "json"))
     _one_of("log_level", config.log_level, ("debug", "info", "warning", "error"))
     if not config.socket.startswith("/"):
         raise ConfigError(f"socket must be an absolute path, got {config.socket!r}")
     if len(os.fsencode(config.socket + ".local")) > _SOCKET_PATH_BYTES:
-        raise ConfigError(f"socket: {config.socket!r} is too long for a unix socket ({_SOCKET_PATH_BYTES} bytes with .local)")
+        raise ConfigError(f"socket: {config.socket!r} with .local is longer than {_SOCKET_PATH_BYTES} bytes")
 
 
+_MAY_BE_ZERO: Final = frozenset({"host_slab_bytes", "host_writable", "any_user", "warm_restart", "checksums"})
+_LEAST_MESSAGE_BYTES: Final = 64 << 10
 _SOCKET_PATH_BYTES: Final = 107  # sun_path of Linux, without its final zero byte
 
 

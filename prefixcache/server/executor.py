@@ -1,8 +1,8 @@
 """Carries out the planner's orders.
 
-`SetGenerations` is done on the spot, because it must be before the reply leaves; whatever touches the bytes of slots goes to
-one background thread and comes back as a Done event, exactly one for every order. The thread ends work it cannot do with
-a Done that says so; it never keeps silent.
+`SetGenerations` is done on the spot, because it must be before the reply leaves; whatever touches the bytes of slots goes
+to one background thread and comes back as a Done event, exactly one for every order. The thread ends work it cannot do
+with a Done that says so; it never keeps silent.
 """
 
 import logging
@@ -30,7 +30,7 @@ _STOP_CHECK_SLOTS: Final = 8
 
 def checksum(data: npt.NDArray[np.uint8]) -> bytes:
     """xxh3-128 of u8[n], 16 bytes big-endian."""
-    return xxhash.xxh3_128_digest(memoryview(data))
+    return xxhash.xxh3_128_digest(data.data)
 
 
 class Executor:

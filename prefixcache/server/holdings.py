@@ -4,11 +4,12 @@ Filled from the planner's answers and emptied by its orders, always inside the o
 the planner has ended. It must not decide anything.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from prefixcache.core.commands import Acquired, Grant, Reserved
+from prefixcache.core.commands import Acquired, Reserved
 from prefixcache.core.ids import NO_SLOT
 from prefixcache.server.layouts import Namespace
 
@@ -22,18 +23,42 @@ class Lease:
     acquired: Acquired
 
 
-@dataclass(slots=True, eq=False)
 class Reservation:
     """A reservation: where each (part, block) goes, and which byte ranges came through the server so far."""
 
-    session: bytes
-    namespace: Namespace
-    blocks: list[int]
-    slots: dict[tuple[int, int], int]
-    pools: dict[int, int]
-    generation: int
-    expires_at: float
-    written: dict[tuple[int, int], "Ranges"] = field(default_factory=dict)
+    __slots__ = ("_reserved", "_slots", "namespace", "session", "written")
+
+    def __init__(self, session: bytes, namespace: Namespace, reserved: Reserved) -> None:
+        self.session = session
+        self.namespace = namespace
+        self.written: dict[tuple[int, int], Ranges] = {}
+        self._reserved = reserved
+        self._slots: dict[tuple[int, int], tuple[int, int]] | None = None
+
+    @property
+    def blocks(self) -> npt.NDArray[np.uint32]:
+        """Granted blocks, u32[n], ascending."""
+        return self._reserved.blocks
+
+    @property
+    def slots(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """(pool, slot) by (part, block); made when first asked for, as workers that map the pools never need it."""
+        if self._slots is None:
+            blocks = self._reserved.blocks.tolist()
+            self._slots = {}
+            for grant in self._reserved.grants:
+                granted = np.flatnonzero(grant.slots != NO_SLOT).tolist()
+                self._slots |= {(grant.part, blocks[at]): (grant.pool, int(grant.slots[at])) for at in granted}
+        return self._slots
+
+    def wrote(self, part: int, block: int, start: int, end: int) -> None:
+        """Bytes [start, end) of that part came."""
+        self.written.setdefault((part, block), Ranges()).add(start, end)
+
+    def is_written(self, part: int, block: int, start: int, end: int) -> bool:
+        """Whether all bytes [start, end) of that part came."""
+        ranges = self.written.get((part, block))
+        return ranges is not None and ranges.covers(start, end)
 
 
 class Ranges:
@@ -75,14 +100,7 @@ class Holdings:
         """A reservation was granted (or granted again: a repeated call changes nothing)."""
         if reserved.reservation in self.reservations:
             return
-        blocks = reserved.blocks.tolist()
-        slots: dict[tuple[int, int], int] = {}
-        for grant in reserved.grants:
-            slots.update(_slots_of(grant, blocks))
-        pools = {grant.part: grant.pool for grant in reserved.grants}
-        self.reservations[reserved.reservation] = Reservation(
-            session, namespace, blocks, slots, pools, reserved.generation, reserved.expires_at
-        )
+        self.reservations[reserved.reservation] = Reservation(session, namespace, reserved)
 
     def count_by_session(self) -> tuple[dict[bytes, int], dict[bytes, int]]:
         """(leases, reservations) of each session that has any."""
@@ -94,7 +112,3 @@ class Holdings:
             reservations[reservation.session] = reservations.get(reservation.session, 0) + 1
         return leases, reservations
 
-
-def _slots_of(grant: Grant, blocks: list[int]) -> dict[tuple[int, int], int]:
-    granted = np.flatnonzero(grant.slots != NO_SLOT)
-    return {(grant.part, blocks[place]): int(grant.slots[place]) for place in granted.tolist()}

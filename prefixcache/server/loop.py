@@ -4,15 +4,15 @@ Rules:
 1. A lock, not a thread of its own: handing an event to another thread and back costs more than most events.
 2. Orders are executed in the planner's order, inside the lock, before the reply leaves; those that move bytes only start
    something there (`executor`).
-3. Time never goes back, and while the server itself writes into a slot (`writing`) the planner's time does not pass the
+3. Time never goes back, and while the server itself writes into a slot (`hold_time`) the planner's time does not pass the
    moment that write began. So no reservation can run out under a write of ours, however long the thread was not scheduled.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Final, Protocol
 
 from prefixcache.core import commands as c
@@ -20,7 +20,7 @@ from prefixcache.core import events as e
 
 log = logging.getLogger(__name__)
 
-Waiter = Callable[[c.Reply], None]
+Reply = c.Reply | Future[c.Reply]
 _REPLIES: Final = frozenset(c.Reply.__args__)
 
 
@@ -40,51 +40,50 @@ class Owner:
     ) -> None:
         self._planner = planner
         self._orders = orders
-        self._clock = clock
+        self.clock = clock
         self._lock = threading.RLock()
-        self._waiters: dict[bytes, Waiter] = {}
+        self._waiters: dict[bytes, Future[c.Reply]] = {}
         self._writes: list[float] = []
         self._now = clock()
-        self.failed: str | None = None
 
     @property
-    def lock(self) -> threading.RLock:  # type: ignore[valid-type]  # typeshed calls RLock a function
+    def lock(self) -> threading.RLock:
         """For reading what the planner counts, and for tables that change with it."""
         return self._lock
 
-    def call(self, event: e.Event, then: Callable[[c.Reply], None] | None = None) -> c.Reply | None:
-        """Handle `event`; answer its reply, or None where there is none (yet).
+    @property
+    def now(self) -> float:
+        """The planner's time; read it with `lock` held."""
+        return self._now
 
-        `then` is called with the reply inside the lock, for tables that must never disagree with the planner.
+    def call(self, event: e.Event) -> c.Reply | None:
+        """Handle `event`; answer its reply, or None where there is none.
+
+        Tables that must never disagree with the planner are changed with `lock` held around this call.
         """
         with self._lock:
-            reply = self._handle(event)
-            if then is not None and reply is not None:
-                then(reply)
-            return reply
+            return self._handle(event)
 
-    def call_later(self, event: e.Event, subject: bytes, waiter: Waiter) -> None:
-        """Handle an event whose reply may come with a later one; `waiter` gets it, inside the lock, maybe at once."""
+    def acquire(self, event: e.AcquireRequested) -> Reply:
+        """Handle an acquire; a future where its bytes must be verified first (resolved inside the lock)."""
         with self._lock:
             reply = self._handle(event)
             if reply is not None:
-                waiter(reply)
-            else:
-                self._waiters[subject] = waiter
+                return reply
+            return self._waiters.setdefault(event.lease, Future())
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Hold the planner's time for the duration of one short write into a slot; enter it with the lock held."""
-        started = self._now
-        self._writes.append(started)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._writes.remove(started)
+    def hold_time(self) -> float:
+        """Stop the planner's time for one short write into a slot; call it with `lock` held, then `let_time_pass`."""
+        self._writes.append(self._now)
+        return self._now
+
+    def let_time_pass(self, held: float) -> None:
+        """The write that `hold_time` answered `held` for is over."""
+        with self._lock:
+            self._writes.remove(held)
 
     def _handle(self, event: e.Event) -> c.Reply | None:
-        now = self._clock()
+        now = self.clock()
         if self._writes:
             now = min(now, self._writes[0])
         if now > self._now:
@@ -110,7 +109,7 @@ class Owner:
         waiter = self._waiters.pop(subject, None) if subject else None
         if waiter is None:
             return reply
-        waiter(reply)
+        waiter.set_result(reply)
         return None
 
 

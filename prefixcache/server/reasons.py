@@ -28,8 +28,8 @@ MISS: Final[Mapping[Miss, pb.Reason.ValueType]] = {
 }
 # As the reason why a prefix ends: the caller's own limit is no reason.
 STOP: Final[Mapping[Miss | None, pb.Reason.ValueType]] = {
-    **MISS,
     None: pb.REASON_UNSPECIFIED,
+    **{miss: MISS[miss] for miss in Miss if miss is not Miss.BEYOND_LIMIT},
     Miss.BEYOND_LIMIT: pb.REASON_UNSPECIFIED,
 }
 SKIP: Final[Mapping[Skip, pb.Reason.ValueType]] = {

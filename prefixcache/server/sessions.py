@@ -33,6 +33,7 @@ class Session:
     last_seen: float
     root_keys: dict[int, bytes] = field(default_factory=dict)
     ended: bool = False
+    writes: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Sessions:

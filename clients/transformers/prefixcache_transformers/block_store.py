@@ -2,7 +2,7 @@
 
 Rules:
 1. A store knows keys and the bytes of parts; it must not know models, caches or tokens' meaning.
-2. It may lose anything at any time, and it never fails a request: what goes wrong is a shorter lease or a refused store.
+2. It may lose anything at any time and never fails a request: what goes wrong is a shorter lease or a refused store.
 3. A tensor handed to `copy_to` or `store` holds one part of one block in canonical order when read in C order, with any
    strides: bytes are copied in and out, never shared, so nobody can change what is stored.
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from prefixcache.identity.keychain import KeyChain
 from prefixcache.identity.keys import KEY_BYTES
@@ -76,7 +76,7 @@ class PrefixCache:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: PreTrainedModel,
         open_store: StoreOpener,
         *,
         block_tokens: int = 64,

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from prefixcache_offload.copying import copy_from_slots, copy_to_slots
 
 GRANULE = 4096

@@ -10,8 +10,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
+
 from prefixcache_offload import memfd
 from prefixcache_offload.export import PoolDescriptor, close_all, receive_descriptors, send_descriptors
 from prefixcache_offload.pool import HostPool, MappedPool

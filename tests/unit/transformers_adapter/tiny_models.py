@@ -4,16 +4,16 @@ Embeddings are untied and weights large (0.08): tied or timid random models emit
 comparison of outputs passes.
 """
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from prefixcache.identity.fingerprint import NamespaceIdentity
+from prefixcache.identity.keys import root_key
 from prefixcache_transformers.block_store import BlockStore, MemoryBlockStore
-from prefixcache_transformers.prefix_cache import PrefixCache
-from prefixcache_transformers.probe import CacheShape
+from prefixcache_transformers.prefix_cache import CacheOptions, PrefixCache
 
 VOCAB = 512
 BLOCK = 16
@@ -52,27 +52,28 @@ def tiny_model(style: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 class Opener:
-    """Opens memory stores, one per weights epoch, and keeps them for a test to look at."""
+    """Opens memory stores, one per fingerprint, and keeps them for a test to look at."""
 
     def __init__(self, wrap: Callable[[BlockStore], BlockStore] = lambda store: store) -> None:
-        self.stores: dict[int, MemoryBlockStore] = {}
+        self.stores: dict[bytes, MemoryBlockStore] = {}
         self.wrap = wrap
 
-    def __call__(self, shape: CacheShape, epoch: int) -> tuple[bytes, BlockStore]:
-        if epoch not in self.stores:
-            self.stores[epoch] = MemoryBlockStore(shape.layout, BLOCK)
-        return hashlib.sha256(b"%d" % epoch).digest(), self.wrap(self.stores[epoch])
+    def __call__(self, identity: NamespaceIdentity) -> tuple[bytes, BlockStore]:
+        fingerprint = identity.fingerprint()
+        if fingerprint not in self.stores:
+            self.stores[fingerprint] = MemoryBlockStore(identity.layout, BLOCK)
+        return root_key(fingerprint), self.wrap(self.stores[fingerprint])
 
     @property
     def store(self) -> MemoryBlockStore:
-        """The store of the first weights."""
-        return self.stores[0]
+        """The store that was opened last."""
+        return list(self.stores.values())[-1]
 
 
 def cached(model: Any, opener: Opener | None = None, **options: Any) -> tuple[PrefixCache, Opener]:
     """A PrefixCache over memory with small blocks."""
     opener = opener or Opener()
-    return PrefixCache(model, opener, block_tokens=BLOCK, **options), opener
+    return PrefixCache(model, opener, CacheOptions(block_tokens=BLOCK, **options)), opener
 
 
 def prompt(length: int, seed: int) -> torch.Tensor:

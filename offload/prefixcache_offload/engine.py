@@ -7,7 +7,7 @@ An engine names the axes of its tensor with one letter each, so a new engine is 
 Examples: Transformers one layer "1htd"; vLLM NHD "cbthd", HND "cbhtd", fused "bhtd" holding K|V along d; MLA "btd";
 SGLang "thd" or its host pools "clthd". The axes' order in memory comes from the strides, not from the letters.
 
-`plan` turns (slots, places) into few large moves: blocks at equal distances on both sides become one move. It only
+`plan` turns (slots, places) into pieces and says which of them go on at equal distances, so can be one copy. It only
 computes; `transfer` moves.
 """
 
@@ -33,12 +33,39 @@ class Move(NamedTuple):
     engine: Strided
 
 
+class Pieces(NamedTuple):
+    """One shape at many places: `piece` moved by `pool_at[i]` and `engine_at[i]` bytes (i64[n]) is the i-th.
+
+    `runs` are (first, count) of those at equal, forward distances on both sides; each run can be copied as one.
+    """
+
+    piece: Move
+    pool_at: npt.NDArray[np.int64]
+    engine_at: npt.NDArray[np.int64]
+    runs: list[tuple[int, int]]
+
+    def moves(self) -> Iterator[Move]:
+        """The pieces as few large moves, a run with a new first axis."""
+        for first, count in self.runs:
+            pool_first, engine_first = int(self.pool_at[first]), int(self.engine_at[first])
+            pool, engine = self.piece.pool.moved(pool_first), self.piece.engine.moved(engine_first)
+            if count > 1:
+                pool = pool.stacked(count, int(self.pool_at[first + 1]) - pool_first)
+                engine = engine.stacked(count, int(self.engine_at[first + 1]) - engine_first)
+            yield Move(pool, engine)
+
+
 class Job(NamedTuple):
-    """Moves between the pool and one tensor of an engine, in values of `itemsize` bytes."""
+    """All that moves between the pool and one tensor of an engine, in values of `itemsize` bytes."""
 
     memory: Memory
-    moves: list[Move]
+    pieces: list[Pieces]
     itemsize: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes to move."""
+        return sum(each.piece.pool.elements * each.pool_at.size for each in self.pieces) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +121,7 @@ class EngineTensor:
 
 
 def plan(part: PartShape, span: Span, tensor: EngineTensor, slots: npt.ArrayLike, places: npt.ArrayLike) -> Job:
-    """Moves between `slots` (u32[n], one block each) and `tensor`, which holds `span` of every block.
+    """What moves between `slots` (u32[n], one block each) and `tensor`, which holds `span` of every block.
 
     `places` (i64[n * m]) are the token positions in the tensor (page * tokens a page + token in page) where each m-th
     of a block starts: m = 1 unless the engine's pages are smaller than a block. Raises ValueError when a piece leaves
@@ -111,14 +138,15 @@ def plan(part: PartShape, span: Span, tensor: EngineTensor, slots: npt.ArrayLike
         raise ValueError(f"{targets.size} places for {starts.size} blocks of {part.tokens} tokens")
     tokens = part.tokens // pieces
     engine_at = _page_offsets(tensor, targets, tokens)
-    moves: list[Move] = []
+    groups: list[Pieces] = []
     for component in tensor.components():
         if not part.dim(component):
             continue
         step = tokens * part.dim(component) * part.itemsize
         pool_at = (starts[:, None] + np.arange(pieces) * step).reshape(-1)
-        moves += _moves(_piece(part, span, tensor, component, tokens), pool_at, engine_at)
-    return Job(tensor.memory, moves, part.itemsize)
+        piece = _piece(part, span, tensor, component, tokens)
+        groups.append(Pieces(piece, pool_at, engine_at, _runs(pool_at, engine_at)))
+    return Job(tensor.memory, groups, part.itemsize)
 
 
 def _page_offsets(tensor: EngineTensor, places: npt.NDArray[np.int64], tokens: int) -> npt.NDArray[np.int64]:
@@ -141,24 +169,20 @@ def _piece(part: PartShape, span: Span, tensor: EngineTensor, component: Compone
     return Move(Strided(pool.offset, shape, pool.strides), Strided(offset, shape, strides))
 
 
-def _moves(piece: Move, pool_at: npt.NDArray[np.int64], engine_at: npt.NDArray[np.int64]) -> Iterator[Move]:
-    for first, count in _runs(pool_at, engine_at):
-        pool, engine = piece.pool.moved(int(pool_at[first])), piece.engine.moved(int(engine_at[first]))
-        if count > 1:
-            pool = pool.stacked(count, int(pool_at[first + 1] - pool_at[first]))
-            engine = engine.stacked(count, int(engine_at[first + 1] - engine_at[first]))
-        yield Move(pool, engine)
-
-
-def _runs(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+def _runs(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     """(first, count) of the longest stretches in which both sides go on by equal, forward steps."""
-    left_steps, right_steps = np.diff(left).tolist(), np.diff(right).tolist()
-    first, total = 0, left.size
-    while first < total:
+    left_steps, right_steps = np.diff(left), np.diff(right)
+    if (left_steps[1:] == left_steps[:-1]).all() and (right_steps[1:] == right_steps[:-1]).all():
+        forward = left.size == 1 or (left_steps[0] > 0 and right_steps[0] > 0)
+        return [(0, left.size)] if forward else [(i, 1) for i in range(left.size)]
+    steps = list(zip(left_steps.tolist(), right_steps.tolist(), strict=True))
+    runs: list[tuple[int, int]] = []
+    first = 0
+    while first < left.size:
         end = first + 1
-        if end < total and left_steps[first] > 0 and right_steps[first] > 0:
-            step = (left_steps[first], right_steps[first])
-            while end < total and (left_steps[end - 1], right_steps[end - 1]) == step:
+        if first < len(steps) and min(steps[first]) > 0:
+            while end < left.size and steps[end - 1] == steps[first]:
                 end += 1
-        yield first, end - first
+        runs.append((first, end - first))
         first = end
+    return runs

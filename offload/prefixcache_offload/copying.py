@@ -26,7 +26,20 @@ def copy_from_slots(pool: Bytes, slots: npt.ArrayLike, target: Bytes) -> None:
     Slots of one call are equally long: `target.size / n` bytes each. Raises IndexError when one reaches out of the
     pool, ValueError when the sizes do not fit. Do not change `target` meanwhile.
     """
-    starts, slot_bytes = _check(pool, slots, target)
+    gather(pool, _starts(slots), target)
+
+
+def copy_to_slots(pool: Bytes, slots: npt.ArrayLike, source: Bytes) -> None:
+    """Write `source` (contiguous u8[n * slot bytes]) into `slots` (u32[n]) of a writable pool, in their order.
+
+    Raises as `copy_from_slots`, and ValueError when the pool is read-only.
+    """
+    scatter(pool, _starts(slots), source)
+
+
+def gather(pool: Bytes, starts: npt.NDArray[np.int64], target: Bytes) -> None:
+    """As `copy_from_slots`, for pieces at byte offsets `starts` (i64[n]) of the pool."""
+    slot_bytes = _check(pool, starts, target)
     rows, base, row_bytes = _rows(starts, slot_bytes)
     if row_bytes >= MIN_ROW_BYTES:
         # mode "clip" (the rows are checked above) spares a buffered copy of `target`
@@ -36,12 +49,9 @@ def copy_from_slots(pool: Bytes, slots: npt.ArrayLike, target: Bytes) -> None:
         np.copyto(target[i * slot_bytes : (i + 1) * slot_bytes], pool[start : start + slot_bytes])
 
 
-def copy_to_slots(pool: Bytes, slots: npt.ArrayLike, source: Bytes) -> None:
-    """Write `source` (contiguous u8[n * slot bytes]) into `slots` (u32[n]) of a writable pool, in their order.
-
-    Raises as `copy_from_slots`, and ValueError when the pool is read-only.
-    """
-    starts, slot_bytes = _check(pool, slots, source)
+def scatter(pool: Bytes, starts: npt.NDArray[np.int64], source: Bytes) -> None:
+    """As `copy_to_slots`, for pieces at byte offsets `starts` (i64[n]) of the pool."""
+    slot_bytes = _check(pool, starts, source)
     rows, base, row_bytes = _rows(starts, slot_bytes)
     if row_bytes >= MIN_ROW_BYTES:
         _as_rows(pool[base:], row_bytes)[rows] = _as_rows(source, row_bytes)
@@ -50,26 +60,30 @@ def copy_to_slots(pool: Bytes, slots: npt.ArrayLike, source: Bytes) -> None:
         np.copyto(pool[start : start + slot_bytes], source[i * slot_bytes : (i + 1) * slot_bytes])
 
 
+def _starts(slots: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    starts: npt.NDArray[np.int64] = np.asarray(slots, dtype=np.uint32).astype(np.int64) * SLOT_GRANULE
+    return starts
+
+
 def _as_rows(memory: Bytes, row_bytes: int) -> npt.NDArray[np.void]:
     whole = memory.size - memory.size % row_bytes
     return memory[:whole].view(np.dtype((np.void, row_bytes)))
 
 
-def _check(pool: Bytes, slots: npt.ArrayLike, flat: Bytes) -> tuple[npt.NDArray[np.int64], int]:
-    """Byte offsets of the slots and the bytes of each; raises for what does not fit."""
-    starts = np.asarray(slots, dtype=np.uint32).astype(np.int64) * SLOT_GRANULE
+def _check(pool: Bytes, starts: npt.NDArray[np.int64], flat: Bytes) -> int:
+    """Bytes of each piece; raises for what does not fit."""
     if starts.ndim != 1 or flat.ndim != 1 or not flat.flags.c_contiguous:
         raise ValueError("slots and flat bytes must be one-dimensional and contiguous")
     if not starts.size:
         if flat.size:
             raise ValueError(f"{flat.size} bytes and no slot to copy")
-        return starts, 0
+        return 0
     slot_bytes, rest = divmod(flat.size, starts.size)
     if rest or not slot_bytes:
         raise ValueError(f"{flat.size} bytes are not {starts.size} slots of equal length")
-    if int(starts.max()) + slot_bytes > pool.size:
+    if int(starts.min()) < 0 or int(starts.max()) + slot_bytes > pool.size:
         raise IndexError(f"a slot of {slot_bytes} bytes reaches out of a pool of {pool.size} bytes")
-    return starts, slot_bytes
+    return slot_bytes
 
 
 def _rows(starts: npt.NDArray[np.int64], slot_bytes: int) -> tuple[npt.NDArray[np.intp], int, int]:

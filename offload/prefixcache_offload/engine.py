@@ -13,6 +13,7 @@ computes; `transfer` moves.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -26,11 +27,27 @@ _AXES = "bhltd"
 Holds = Literal["k", "v", "kv"]
 
 
+_HERE: npt.NDArray[np.int64] = np.zeros(1, np.int64)
+
+
 class Move(NamedTuple):
     """Equal shapes on both sides; which one is the target is the copier's choice."""
 
     pool: Strided
     engine: Strided
+
+    @property
+    def total_elements(self) -> int:
+        """Values to move."""
+        return self.pool.elements
+
+    def moves(self) -> Iterator["Move"]:
+        """Itself."""
+        yield self
+
+    def spread(self) -> tuple["Move", npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """As `Pieces.spread`."""
+        return self, _HERE, _HERE
 
 
 class Pieces(NamedTuple):
@@ -43,6 +60,15 @@ class Pieces(NamedTuple):
     pool_at: npt.NDArray[np.int64]
     engine_at: npt.NDArray[np.int64]
     runs: list[tuple[int, int]]
+
+    @property
+    def total_elements(self) -> int:
+        """Values to move."""
+        return self.piece.pool.elements * self.pool_at.size
+
+    def spread(self) -> tuple[Move, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(piece, pool offsets, engine offsets): where the piece is to be moved to, i64[n] each."""
+        return self.piece, self.pool_at, self.engine_at
 
     def moves(self) -> Iterator[Move]:
         """The pieces as few large moves, a run with a new first axis."""
@@ -59,13 +85,13 @@ class Job(NamedTuple):
     """All that moves between the pool and one tensor of an engine, in values of `itemsize` bytes."""
 
     memory: Memory
-    pieces: list[Pieces]
+    moves: list[Move | Pieces]
     itemsize: int
 
     @property
     def total_bytes(self) -> int:
         """Bytes to move."""
-        return sum(each.piece.pool.elements * each.pool_at.size for each in self.pieces) * self.itemsize
+        return sum(each.total_elements for each in self.moves) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,35 +155,44 @@ def plan(part: PartShape, span: Span, tensor: EngineTensor, slots: npt.ArrayLike
     """
     part.check(span)
     tensor.check(part, span)
-    starts = np.asarray(slots, dtype=np.uint32).astype(np.int64) * SLOT_GRANULE
+    blocks = np.asarray(slots, dtype=np.uint32)
     targets = np.asarray(places, dtype=np.int64)
-    if not starts.size and not targets.size:
+    if not blocks.size and not targets.size:
         return Job(tensor.memory, [], part.itemsize)
-    pieces, rest = divmod(targets.size, starts.size) if starts.size else (0, 0)
+    pieces, rest = divmod(targets.size, blocks.size) if blocks.size else (0, 0)
     if rest or not pieces or part.tokens % pieces:
-        raise ValueError(f"{targets.size} places for {starts.size} blocks of {part.tokens} tokens")
+        raise ValueError(f"{targets.size} places for {blocks.size} blocks of {part.tokens} tokens")
     tokens = part.tokens // pieces
-    engine_at = _page_offsets(tensor, targets, tokens)
-    groups: list[Pieces] = []
+    geometry = (*tensor.axis("b"), *tensor.axis("t"))
+    packed = (blocks.tobytes(), targets.tobytes())
+    groups: list[Move | Pieces] = []
     for component in tensor.components():
-        if not part.dim(component):
-            continue
-        step = tokens * part.dim(component) * part.itemsize
-        pool_at = (starts[:, None] + np.arange(pieces) * step).reshape(-1)
-        piece = _piece(part, span, tensor, component, tokens)
-        groups.append(Pieces(piece, pool_at, engine_at, _runs(pool_at, engine_at)))
+        if part.dim(component):
+            where = _where(packed, geometry, tokens, tokens * part.dim(component) * part.itemsize)
+            groups.append(Pieces(_piece(part, span, tensor, component, tokens), *where))
     return Job(tensor.memory, groups, part.itemsize)
 
 
-def _page_offsets(tensor: EngineTensor, places: npt.NDArray[np.int64], tokens: int) -> npt.NDArray[np.int64]:
-    """Byte offsets of the pieces from the tensor's first token; each piece must lie inside its page."""
-    pages, page_stride = tensor.axis("b")
-    page_tokens, token_stride = tensor.axis("t")
+@lru_cache(maxsize=64)
+def _where(
+    packed: tuple[bytes, bytes], geometry: tuple[int, int, int, int], tokens: int, step: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[tuple[int, int]]]:
+    """(pool offsets, engine offsets, runs) of pieces of `tokens` tokens; remembered, as all layers of a request ask.
+
+    `packed`: slots as u32, places as i64. `geometry`: pages, their stride, tokens a page, their stride. `step`: bytes
+    between the pieces of a block in the pool.
+    """
+    blocks, places = np.frombuffer(packed[0], np.uint32), np.frombuffer(packed[1], np.int64)
+    pages, page_stride, page_tokens, token_stride = geometry
     page, token = np.divmod(places, page_tokens)
     if page.min() < 0 or page.max() >= pages or token.max() + tokens > page_tokens:
         raise ValueError(f"a piece of {tokens} tokens leaves its page ({pages} pages of {page_tokens} tokens)")
-    offsets: npt.NDArray[np.int64] = page * page_stride + token * token_stride
-    return offsets
+    engine_at = page * page_stride + token * token_stride
+    within = np.arange(places.size // blocks.size) * step
+    pool_at = (blocks.astype(np.int64)[:, None] * SLOT_GRANULE + within).reshape(-1)
+    for array in (pool_at, engine_at):
+        array.setflags(write=False)
+    return pool_at, engine_at, _runs(pool_at, engine_at)
 
 
 def _piece(part: PartShape, span: Span, tensor: EngineTensor, component: Component, tokens: int) -> Move:
@@ -172,9 +207,6 @@ def _piece(part: PartShape, span: Span, tensor: EngineTensor, component: Compone
 def _runs(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     """(first, count) of the longest stretches in which both sides go on by equal, forward steps."""
     left_steps, right_steps = np.diff(left), np.diff(right)
-    if (left_steps[1:] == left_steps[:-1]).all() and (right_steps[1:] == right_steps[:-1]).all():
-        forward = left.size == 1 or (left_steps[0] > 0 and right_steps[0] > 0)
-        return [(0, left.size)] if forward else [(i, 1) for i in range(left.size)]
     steps = list(zip(left_steps.tolist(), right_steps.tolist(), strict=True))
     runs: list[tuple[int, int]] = []
     first = 0

@@ -30,9 +30,9 @@ _libc.process_vm_readv.argtypes = (
 Offsets = npt.NDArray[np.int64]
 
 
-def contiguous_bytes(piece: Move, itemsize: int) -> int:
-    """Bytes at the end of a piece that lie together on both sides."""
-    return _inner(piece, itemsize)[1]
+def contiguous_bytes(moves: Move | Pieces, itemsize: int) -> int:
+    """Bytes at the end of each piece that lie together on both sides."""
+    return _inner(moves.spread()[0], itemsize)[1]
 
 
 def _inner(piece: Move, itemsize: int) -> tuple[int, int]:
@@ -46,11 +46,12 @@ def _inner(piece: Move, itemsize: int) -> tuple[int, int]:
     return axis, run
 
 
-def offsets(pieces: Pieces, itemsize: int) -> tuple[Offsets, Offsets, int]:
-    """(pool offsets, engine offsets, bytes of each): i64[m] pairs of contiguous stretches that make up the pieces."""
-    outer, size = _inner(pieces.piece, itemsize)
+def offsets(moves: Move | Pieces, itemsize: int) -> tuple[Offsets, Offsets, int]:
+    """(pool offsets, engine offsets, bytes of each): i64[m] pairs of contiguous stretches that make up the moves."""
+    piece, pool_at, engine_at = moves.spread()
+    outer, size = _inner(piece, itemsize)
     sides = []
-    for view, at in ((pieces.piece.pool, pieces.pool_at), (pieces.piece.engine, pieces.engine_at)):
+    for view, at in ((piece.pool, pool_at), (piece.engine, engine_at)):
         all_offsets = at + view.offset
         for length, stride in zip(view.shape[:outer], view.strides[:outer], strict=True):
             all_offsets = all_offsets[..., None] + np.arange(length) * stride

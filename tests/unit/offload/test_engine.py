@@ -207,7 +207,7 @@ def test_blocks_at_equal_distances_become_one_move() -> None:
     span = Span(0, 2, 0, 1)
 
     def moves(slots: list[int], places: list[int]) -> list[tuple[int, ...]]:
-        return [move.engine.shape for each in plan(part, span, tensor, slots, places).pieces for move in each.moves()]
+        return [move.engine.shape for each in plan(part, span, tensor, slots, places).moves for move in each.moves()]
 
     assert moves([3, 5, 7, 9], [0, 4, 8, 12]) == [(4, 2, 1, 4, 8)]
     assert moves([3, 5, 8, 11], [0, 4, 8, 12]) == [(2, 2, 1, 4, 8)] * 2

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from prefixcache_offload import transfer, vectored
-from prefixcache_offload.engine import EngineTensor, Job, plan
+from prefixcache_offload.engine import EngineTensor, Job, Move, plan
 from prefixcache_offload.memory import Memory
-from prefixcache_offload.strides import PartShape
+from prefixcache_offload.strides import PartShape, Strided
 
 PART = PartShape(kv_heads=2, layers=1, tokens=16, k_dim=64, v_dim=64, itemsize=2)
 BLOCKS = 6
@@ -101,6 +101,44 @@ def test_a_sandbox_that_forbids_the_call_costs_only_time(monkeypatch: pytest.Mon
     case = Case()
     transfer.store(Memory.of_bytes(case.pool), [case.job])
     assert case.stored()
+
+
+def whole_slots(target: np.ndarray, slots: list[int], rows: list[int], size: int) -> Job:
+    memory, place = Memory.of_array(target)
+    moves: list[Any] = [
+        Move(Strided(slot * 4096, (4, size // 8), (size // 4, 2)), Strided(row * size, (4, size // 8), (size // 4, 2)))
+        for slot, row in zip(slots, rows, strict=True)
+    ]
+    assert place.offset == 0
+    return Job(memory, moves, 2)
+
+
+@pytest.mark.parametrize("slots", [[7, 3, 5], [2, 4, 6], [1, 8, 3]])
+def test_whole_slots_beside_one_stretch_are_one_call(monkeypatch: pytest.MonkeyPatch, slots: list[int]) -> None:
+    pool = np.random.default_rng(4).integers(0, 256, 10 * 4096, dtype=np.uint8)
+    flat = np.zeros((3, 8192), np.uint8)
+    copies = count(monkeypatch, np, "copyto")
+    job = whole_slots(flat, slots, [0, 1, 2], 8192)
+    assert transfer.load(Memory.of_bytes(pool), [job]) == 3 * 8192
+    for row, slot in enumerate(slots):
+        assert np.array_equal(flat[row], pool[slot * 4096 : slot * 4096 + 8192])
+    flat[:] = np.arange(3, dtype=np.uint8)[:, None]
+    transfer.store(Memory.of_bytes(pool), [job])
+    assert [int(pool[slot * 4096 : slot * 4096 + 8192].sum()) for slot in slots] == [0, 8192, 16384]
+    assert copies == []
+    with pytest.raises(IndexError):
+        transfer.load(Memory.of_bytes(pool), [whole_slots(flat, [0, 9], [0, 1], 8192)])
+
+
+def test_whole_slots_in_another_order_are_moved_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_PATIENCE_S", 1e9)
+    pool = np.random.default_rng(4).integers(0, 256, 10 * 4096, dtype=np.uint8)
+    flat = np.zeros((3, 8192), np.uint8)
+    copies = count(monkeypatch, np, "copyto")
+    transfer.load(Memory.of_bytes(pool), [whole_slots(flat, [1, 3, 7], [2, 0, 1], 8192)])
+    for row, slot in ((2, 1), (0, 3), (1, 7)):
+        assert np.array_equal(flat[row], pool[slot * 4096 : slot * 4096 + 8192])
+    assert len(copies) == 3
 
 
 def test_thousands_of_pieces_in_a_few_calls() -> None:

@@ -143,6 +143,13 @@ def test_a_file_that_shrinks_is_an_error(tmp_path: Path) -> None:
             record.read(0, 4)
 
 
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(TensorFileError, match="not a regular file"):
+            contents([path])
+
+
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     files = [write_file(tmp_path / name, {"a": entry("U8", [1], 0, 1)}, b"x") for name in ("1", "2")]
     with pytest.raises(TensorFileError, match="earlier file"):

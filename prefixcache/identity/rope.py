@@ -39,6 +39,7 @@ _READ_ELSEWHERE = {
     "type", "rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings",
     "max_position_embeddings",
 }  # fmt: skip
+_LENGTHS = {"original_max_position_embeddings", "max_position_embeddings"}
 _USE_ORIGINAL_LENGTH = {"llama3", "yarn", "longrope"}
 
 
@@ -108,7 +109,9 @@ def _form(text: Config, entry: Mapping[str, object] | None, fixed_length: int | 
 def _scaling_fields(kind: str, entry: Mapping[str, object]) -> dict[str, Value]:
     """What the type reads, with its defaults, and every field that no type is known to read (rule 3)."""
     known = _FIELDS.get(kind, {})
-    unknown = set(entry) - _EVERY_FIELD - _READ_ELSEWHERE
+    # Of a type that is new here nothing can be said to be unused, not even the trained length.
+    unused = _EVERY_FIELD | _READ_ELSEWHERE if kind in _FIELDS else _READ_ELSEWHERE - _LENGTHS
+    unknown = set(entry) - unused
     fields: dict[str, Value] = {}
     for name in [*known, *sorted(unknown)]:
         value = entry.get(name)

@@ -130,6 +130,14 @@ def test_a_field_nobody_knows_is_kept() -> None:
     assert unknown["all"] == {**plain["all"], "twist": [1.0, 2.0], "mode": "x"}
 
 
+def test_a_type_nobody_knows_keeps_all_its_fields() -> None:
+    fields = {"rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 4096, "beta_fast": 3}
+    expected = {"factor": 8.0, "original_max_position_embeddings": 4096.0, "beta_fast": 3.0}
+    assert form(rope_parameters={"rope_type": "spiral", **fields}) == {
+        "all": {"type": "spiral", "theta": 1e4, "dims": 128, **expected}
+    }
+
+
 def test_a_field_the_type_does_not_read_is_left_out() -> None:
     assert form(rope_parameters={"rope_theta": 1e4, "factor": 8.0}) == form(rope_theta=1e4)
 

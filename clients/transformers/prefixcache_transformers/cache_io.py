@@ -41,11 +41,11 @@ def needed_from(group: LayerGroup, tokens: int) -> int:
     return max(0, tokens - (group.window_tokens - 1)) if group.window_tokens else 0
 
 
-def restore(cache: DynamicCache, shape: CacheShape, block_tokens: int, rows: Sequence[RestoredRow], column: int) -> bool:
+def restore(
+    cache: DynamicCache, shape: CacheShape, block_tokens: int, rows: Sequence[RestoredRow], column: int
+) -> bool:
     """Fill an empty cache with the first `column` columns of a batch. False: nothing was put into the cache."""
-    parts = [
-        _GroupBuffer(group, shape.dtype, block_tokens, rows, column) for group in shape.layout.groups
-    ]
+    parts = [_GroupBuffer(group, shape.dtype, block_tokens, rows, column) for group in shape.layout.groups]
     for index, row in enumerate(rows):
         targets: dict[int, list[PartBlocks]] = {}
         for part, buffer in enumerate(parts):

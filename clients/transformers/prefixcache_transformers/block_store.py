@@ -2,7 +2,7 @@
 
 Rules:
 1. A store knows keys and the bytes of parts; it must not know models, caches or tokens' meaning.
-2. It may lose anything at any time, and it never fails a request: what goes wrong is a shorter lease or a refused store.
+2. It may lose anything at any time and never fails a request: what goes wrong is a shorter lease or a refused store.
 3. A tensor handed to `copy_to` or `store` holds one part of one block in canonical order when read in C order, with any
    strides: bytes are copied in and out, never shared, so nobody can change what is stored.
 
@@ -12,16 +12,20 @@ Rules:
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from prefixcache.identity.fingerprint import NamespaceIdentity
 from prefixcache.identity.keys import KEY_BYTES
 from prefixcache.identity.layout import GroupKind, Layout
 
-__all__ = ["BlockLease", "BlockStore", "MemoryBlockStore", "PartBlocks", "split_keys"]
+__all__ = ["STORE_FAILURES", "BlockLease", "BlockStore", "MemoryBlockStore", "PartBlocks", "StoreOpener", "split_keys"]
+
+# What a store may raise when it fails; a request then goes on without it. Anything else is a defect and is raised.
+STORE_FAILURES = (OSError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,10 @@ class BlockStore(Protocol):
 
     def store(self, keys: bytes, parts: Sequence[PartBlocks]) -> int:
         """Store blocks that are missing; all parts cover the same blocks. Returns how many became visible."""
+
+
+StoreOpener = Callable[[NamespaceIdentity], tuple[bytes, BlockStore]]
+"""identity of a namespace -> (root key, its store)"""
 
 
 def split_keys(keys: bytes) -> list[bytes]:

@@ -3,7 +3,7 @@
 Rules:
 1. Rows are left-padded, so all rows end at the same column. A cut at column C keeps `C - pad` tokens of a row; zeros
    stand where the mask hides everything anyway (the padding, and what lies before a sliding window).
-2. Restored tensors are new memory into which blocks are copied; snapshots are read only. Nothing is aliased with a store.
+2. Restored tensors are new memory into which blocks are copied; snapshots are only read. No memory is a store's own.
 3. One part per layer group. Tokens are counted from a row's first real token, columns from the batch's first column.
 
 What belongs here: tensors and their strides. It must not know keys, models or what a miss is.
@@ -120,8 +120,8 @@ class _GroupBuffer:
         """(keys, values) of each layer, [row, kv_head, kept column, dim], on `device`. Call once, after the copies."""
         for halves, staging in self._staged:
             sizes = [half.shape[2] * half.shape[3] for half in halves]
-            for half, flat in zip(halves, staging.split(sizes, dim=-1), strict=True):
-                half.copy_(flat.unflatten(-1, half.shape[2:]))
+            for half, flat in zip(halves, torch.split(staging, sizes, dim=-1), strict=True):
+                half.copy_(torch.unflatten(flat, -1, half.shape[2:]))
         stop = self.column - self._first
         kept = [state[..., stop - self._kept : stop, :].to(device) for state in self._states]
         for layer in range(len(self.group.layers)):
@@ -169,12 +169,12 @@ class Snapshot:
         columns = slice(begin + blocks.start * size, begin + blocks.stop * size)
         head = (len(blocks), group.kv_heads, len(group.layers))
         stage = torch.empty(*head, size * (group.k_dim + group.v_dim), dtype=self.shape.dtype)
-        into = stage.split([size * group.k_dim, size * group.v_dim], dim=-1)
+        into = torch.split(stage, [size * group.k_dim, size * group.v_dim], dim=-1)
         targets, sources = [], []
         for layer, states in enumerate(self.states[part]):
             for half, state in zip(into, states, strict=True):
-                source = state[row, :, columns].unflatten(1, (len(blocks), size)).transpose(0, 1)
-                targets.append(half[:, :, layer].unflatten(-1, source.shape[2:]))
+                source = torch.unflatten(state[row, :, columns], 1, (len(blocks), size)).transpose(0, 1)
+                targets.append(torch.unflatten(half[:, :, layer], -1, source.shape[2:]))
                 sources.append(source)
         torch._foreach_copy_(targets, sources)
         return stage

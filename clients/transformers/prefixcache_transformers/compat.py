@@ -9,7 +9,7 @@ import inspect
 from typing import Any, cast
 
 import torch
-from transformers import DynamicCache, GenerationMixin
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
 _CACHE_KEYWORDS = ("cache", "past_key_values")
 
 
-class RecordingSlidingLayer(DynamicSlidingWindowLayer):
+class RecordingSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # a base without types
     """A sliding layer that computes exactly what its base does and also remembers every state it was given.
 
     The base keeps the last window only, so what a later, shorter common prefix needs would be gone by the end of the
@@ -45,7 +45,7 @@ class RecordingSlidingLayer(DynamicSlidingWindowLayer):
         return cast("tuple[torch.Tensor, torch.Tensor]", states)
 
 
-def new_cache(model: torch.nn.Module) -> DynamicCache:
+def new_cache(model: PreTrainedModel) -> DynamicCache:
     """The cache that `generate` itself would make for this model, its sliding layers replaced by recording ones."""
     cache = DynamicCache(config=model.config)
     cache.layers = [
@@ -77,7 +77,7 @@ def generate_cache_keyword() -> str:
     return _first_of(GenerationMixin.prepare_inputs_for_generation)
 
 
-def forward_cache_keyword(model: torch.nn.Module) -> str:
+def forward_cache_keyword(model: PreTrainedModel) -> str:
     """The name under which this model's `forward` takes a cache. Raises TypeError for a model that takes none."""
     return _first_of(model.forward)
 

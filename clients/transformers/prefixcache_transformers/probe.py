@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from prefixcache.identity.layout import GroupKind, LayerGroup, Layout
 from prefixcache_transformers import compat
@@ -38,7 +39,7 @@ class CacheShape:
         return max(group.window_tokens for group in self.layout.groups)
 
 
-def probe(model: torch.nn.Module) -> CacheShape:
+def probe(model: PreTrainedModel) -> CacheShape:
     """Run one token through `model` and read its cache. Raises UnsupportedModelError.
 
     Layers without states of their own (shared KV) are left out. Layers of equal shape are one group.
@@ -48,7 +49,9 @@ def probe(model: torch.nn.Module) -> CacheShape:
     with torch.no_grad():
         arguments = {compat.forward_cache_keyword(model): cache, "use_cache": True}
         model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), **arguments)
-    groups, devices, dtypes = [], {}, set()
+    groups: list[LayerGroup] = []
+    devices: dict[int, torch.device] = {}
+    dtypes: set[torch.dtype] = set()
     for index, layer in enumerate(cache.layers):
         if type(layer) not in (compat.DynamicLayer, compat.RecordingSlidingLayer):
             if getattr(layer, "is_initialized", False) or not _is_placeholder(layer):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 __all__ = ["Settings", "bypass_reason"]
 
@@ -32,7 +33,7 @@ _KNOWN_TENSORS = {"input_ids", "attention_mask"}
 class Settings:
     """What one call of `generate` runs with: its keywords, its generation config, the model's, in that order."""
 
-    def __init__(self, model: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
         self._sources = [arguments.get("generation_config"), getattr(model, "generation_config", None)]
         self._arguments = arguments
 
@@ -71,7 +72,7 @@ class Settings:
         return max(self.beams, int(self.get("num_return_sequences") or 1))
 
 
-def bypass_reason(model: torch.nn.Module, input_ids: torch.Tensor | None, arguments: Mapping[str, Any]) -> str | None:
+def bypass_reason(model: PreTrainedModel, input_ids: torch.Tensor | None, arguments: Mapping[str, Any]) -> str | None:
     """Why this call must run without the cache; None when it may use it."""
     settings = Settings(model, arguments)
     for name, reason in _REFUSED.items():

@@ -31,6 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import numpy as np
 
 from prefixcache.v1 import cache_pb2, common_pb2, local_pb2

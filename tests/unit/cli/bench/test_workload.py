@@ -1,4 +1,4 @@
-"""Prompts made from their number: the same every time, sharing heads and nothing else, with the keys of their tokens."""
+"""Prompts made from their number: the same every time, sharing heads and nothing else, keyed by their tokens."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ Which slot belongs to whom is decided elsewhere; here a slot is a place, and its
 write.
 """
 
+import contextlib
+import mmap
 import os
 from typing import Protocol
 
@@ -109,6 +111,8 @@ class HostPool(_Shared):
         fds = (pool_fd, control_fd)
         try:
             pool = Mapping(pool_fd, descriptor.size_bytes, writable=True)
+            with contextlib.suppress(OSError):  # a gain where the system allows it for shared memory, else nothing
+                pool.advise(mmap.MADV_HUGEPAGE)
             control = Mapping(control_fd, control_bytes(descriptor.size_bytes), writable=True)
             if descriptor.sealed:
                 last = memfd.Seal.SEAL if descriptor.writable else memfd.Seal.SEAL | memfd.Seal.FUTURE_WRITE

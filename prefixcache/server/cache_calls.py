@@ -39,6 +39,7 @@ class CacheCalls:
         keys = request.keys
         if not keys or len(keys) % KEY_BYTES or request.tokens:
             keys = self._keys(session, request, allow_none=request.prompt_tokens > 0)
+        first, most = request.from_block, request.max_blocks
         if shell.draining:
             raise _draining()
         config = shell.config
@@ -47,10 +48,10 @@ class CacheCalls:
             request.lease,
             number,
             keys,
-            request.from_block,
-            request.prompt_tokens,
+            first,
+            request.prompt_tokens or _prompt_tokens(request, keys, namespace.spec.block_tokens),
             granted_ttl(request.ttl_ms, config.lease_ttl, config.lease_ttl_max),
-            request.max_blocks or None,
+            max(most - first, 0) if most else None,
         )
         with self._owner.lock:
             reply = self._owner.acquire(event)
@@ -200,6 +201,11 @@ class CacheCalls:
         if len(tokens) > most:
             raise CallError(common.REASON_LIMIT, f"{len(tokens) // _TOKEN_BYTES} tokens are too many for one call")
         return block_keys(root, tokens, namespace.spec.block_tokens)
+
+
+def _prompt_tokens(request: pb.AcquireRequest, keys: bytes, block_tokens: int) -> int:
+    """The prompt's length where the worker did not tell it."""
+    return len(request.tokens) // _TOKEN_BYTES or len(keys) // KEY_BYTES * block_tokens
 
 
 def _grant(reserved: c.Reserved, grant: c.Grant) -> pb.PartGrant:

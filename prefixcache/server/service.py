@@ -7,7 +7,6 @@ transports look methods up in `Service.methods` and turn bytes into messages and
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -29,16 +28,16 @@ from prefixcache_offload.pool import HostPool
 PROTOCOL: Final = 1
 _MAX_NAME: Final = 200
 
-Answer = Any | Future[Any]
-
-
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One rpc. `answer(session, request)`; `session` is None only where `needs_session` is False."""
+    """One rpc. `answer(session, request)` answers a message, a future of one, or, for streams, an iterator.
+
+    `session` is None only where `needs_session` is False.
+    """
 
     name: str
     parse: Callable[[bytes], Any]
-    answer: Callable[[Any, Any], Answer]
+    answer: Callable[[Any, Any], Any]
     needs_session: bool = True
 
 

@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from prefixcache.cli.bench import cached, daemon, echo, worker
 from prefixcache.cli.bench.cached import Words
 from prefixcache.cli.bench.measure import Case, interleave, medians_us
@@ -44,21 +46,32 @@ def measure(address: str, folder: Path, plan: Plan) -> list[dict[str, Any]]:
         options = ClientOptions(local_channel=transport == "local", timeout_s=TIMEOUT_S, client_name="bench")
         with Client(address, options) as client, open_echo(folder) as call:
             ns = cached.namespace(client, LAYERS, KV_HEADS, HEAD_DIM)
-            rows += [_row(client, ns, call, count, plan) | {"transport": transport} for count in plan.acquire_tokens]
+            for count in plan.acquire_tokens:
+                cases = _cases(client, ns, call, _stored(client, ns, count))
+                us = medians_us(interleave(cases, plan.acquire_rounds))
+                rows.append(_row(transport, count, us))
+            if client.stats().transport != transport:
+                raise RuntimeError(f"calls went by {client.stats().transport}, not by {transport}")
     return rows
 
 
-def _row(client: Client, ns: Namespace, call: echo.Echo, count: int, plan: Plan) -> dict[str, Any]:
-    tokens = cached.tokens_of(count, count)
-    if client.lookup(ns, tokens).tokens < count:
-        cached.store(client, ns, tokens, _bytes_of(ns, count))
-    us = medians_us(interleave(_cases(client, ns, call, tokens), plan.acquire_rounds))
+def _row(transport: str, tokens: int, us: dict[str, float]) -> dict[str, Any]:
     return {
-        "tokens": count,
+        "transport": transport,
+        "tokens": tokens,
         "p50_us": us["acquire"],
         "echo_p50_us": us["echo"],
         "hash_echo_p50_us": us["hash_echo"],
     }
+
+
+def _stored(client: Client, ns: Namespace, count: int) -> Words:
+    """A prompt of `count` tokens, all of it cached."""
+    tokens = cached.tokens_of(count, count)
+    if client.lookup(ns, tokens).tokens < count:
+        blocks = np.zeros((count // cached.BLOCK_TOKENS, ns.block_bytes), np.uint8)
+        cached.store(client, ns, tokens, blocks)
+    return tokens
 
 
 def _cases(client: Client, ns: Namespace, call: echo.Echo, tokens: Words) -> dict[str, Case]:
@@ -87,9 +100,3 @@ def _request(ns: Namespace, tokens: Words) -> bytes:
         session=some_id, lease=some_id, namespace_id=1, keys=keys, prompt_tokens=asked, max_blocks=blocks
     )
     return request.SerializeToString()
-
-
-def _bytes_of(ns: Namespace, count: int) -> Any:
-    import numpy as np
-
-    return np.zeros((count // cached.BLOCK_TOKENS, ns.block_bytes), np.uint8)

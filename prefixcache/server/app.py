@@ -69,7 +69,12 @@ class Daemon:
         self.executor = Executor({HOST_POOL: self.memory.pool}, self.heartbeats.register("executor", _BEAT_LIMIT_S))
         self.owner = Owner(self.planner, self.executor.orders)
         self.shell = Shell(
-            config, release(), self.owner, {HOST_POOL: self.memory.pool}, local_channel=self.place.local_path
+            config,
+            release(),
+            self.owner,
+            {HOST_POOL: self.memory.pool},
+            local_channel=self.place.local_path,
+            is_growing=self.memory.is_growing,
         )
         wiring.follow_ends(self.executor.orders, self.shell)
         self.health = Health(self.heartbeats, self._troubles)

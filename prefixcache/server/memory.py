@@ -72,9 +72,13 @@ class HostMemory:
         """("on" | "failing", why)."""
         return ("failing", self.failure) if self.failure else ("on", "")
 
-    def is_whole(self) -> bool:
-        """Whether every page is in memory."""
-        return self._prefault is not None and self._prefault.state is PrefaultState.DONE
+    def is_growing(self) -> bool:
+        """Whether more of the pool is still being made ready."""
+        return self._prefault is not None and self._prefault.state is PrefaultState.RUNNING
+
+    def wait_whole(self, timeout_s: float) -> bool:
+        """Wait until every page is in memory; whether that came to be."""
+        return self._prefault is not None and self._prefault.wait(timeout_s) is PrefaultState.DONE
 
     def save(self, snapshot: bytes) -> None:
         """Keep the pool for the next start. Raises OSError."""

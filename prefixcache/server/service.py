@@ -53,12 +53,14 @@ class Shell:
     incarnation: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
     started_at: float = field(default_factory=time.monotonic)
     draining: bool = False
+    is_growing: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         self.sessions = Sessions(self.config.max_sessions)
         self.holdings = Holdings()
         self.namespaces: dict[int, Namespace] = {}
         self.by_fingerprint: dict[bytes, Namespace] = {}
+        self.next_namespace = 1
 
     def namespace(self, number: int) -> Namespace:
         """A namespace by its short id. Raises CallError (NAMESPACE_UNKNOWN)."""
@@ -101,7 +103,6 @@ class SessionCalls:
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
-        self._next_namespace = 1
 
     def open_session(self, request: pb.OpenSessionRequest, transport: str, *, pid: int = 0, process: int = 0) -> Session:
         """A session for a worker on any transport. Raises CallError."""
@@ -159,10 +160,10 @@ class SessionCalls:
         spec = layouts.check(message)
         with shell.owner.lock:
             known = message.fingerprint in shell.by_fingerprint
-            event = e.NamespaceOpened(self._next_namespace, message.fingerprint, spec)
+            event = e.NamespaceOpened(shell.next_namespace, message.fingerprint, spec)
             ready: c.NamespaceReady = expect(shell.owner.call(event), c.NamespaceReady)
-            if ready.namespace == self._next_namespace:
-                self._next_namespace += 1
+            if ready.namespace == shell.next_namespace:
+                shell.next_namespace += 1
             if ready.namespace not in shell.namespaces:
                 sizes = tuple(part.size_bytes for part in spec.parts)
                 namespace = Namespace(

@@ -82,7 +82,7 @@ class Statistics:
             filling_bytes=filling,
             quarantined_bytes=quarantined,
             leased_bytes=self._leased_bytes(),
-            blocks=sum(len(space.table) for space in state.namespaces.values()),
+            blocks=sum(space.table.used for space in state.namespaces.values()),
             evicted_blocks=stats.blocks_evicted,
             state=on,
             detail=detail,
@@ -105,7 +105,7 @@ class Statistics:
                 label=namespace.label,
                 block_tokens=namespace.spec.block_tokens,
                 block_bytes=namespace.block_bytes,
-                blocks=len(space.table),
+                blocks=space.table.used,
             )
 
     def _sessions(self) -> Iterable[pb.SessionStats]:

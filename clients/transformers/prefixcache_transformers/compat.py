@@ -79,7 +79,8 @@ def generate_cache_keyword() -> str:
 
 def forward_cache_keyword(model: PreTrainedModel) -> str:
     """The name under which this model's `forward` takes a cache. Raises TypeError for a model that takes none."""
-    return _first_of(model.forward)
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's wrapper takes anything
+    return _first_of(plain.forward)
 
 
 def _first_of(function: Any) -> str:

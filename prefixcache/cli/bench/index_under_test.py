@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from prefixcache.cli.bench.workload import ROOT
 from prefixcache.core.commands import Command
 from prefixcache.core.ids import KEY_BYTES, GroupKind, Slots
 from prefixcache.core.namespaces import Namespace
@@ -16,7 +17,6 @@ from prefixcache.core.removal import Remover
 from prefixcache.core.slabs import SlabMover
 from prefixcache.core.spec import GroupSpec, NamespaceSpec, PartSpec, PlannerConfig, PoolSpec
 from prefixcache.core.state import State
-from prefixcache.cli.bench.workload import ROOT
 from prefixcache.identity import block_keys
 
 # Nothing is stored; sizes only decide how many slots a slab has: 16 tokens of a model with 4 KiB a token.
@@ -51,7 +51,9 @@ class Index:
         """Slots for the blocks of a prompt that are new. Filling them comes before a block becomes visible, so this is
         no part of `insert`."""
         fresh = len(keys) // KEY_BYTES - self.match(keys)
-        return self.state.host.allocate(PART_BYTES, fresh)
+        slots = self.state.host.allocate(PART_BYTES, fresh)
+        assert len(slots) == fresh, "the pool is too small for this workload"
+        return slots
 
     def insert(self, keys: bytes, slots: Slots) -> None:
         """Make every block of a prompt visible; `slots` from `slots(keys)`, at least one."""

@@ -226,5 +226,5 @@ def _expect(blocks: int, wanted: int) -> None:
     assert blocks == wanted, f"found {blocks} of {wanted} blocks"
 
 
-def _expect_true(value: bool) -> None:  # noqa: FBT001 - the result of the timed call
+def _expect_true(value: bool) -> None:
     assert value

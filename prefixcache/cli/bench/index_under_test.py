@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from prefixcache.cli.bench.workload import ROOT
 from prefixcache.core.commands import Command
 from prefixcache.core.ids import KEY_BYTES, GroupKind, Slots
 from prefixcache.core.namespaces import Namespace
@@ -16,7 +17,6 @@ from prefixcache.core.removal import Remover
 from prefixcache.core.slabs import SlabMover
 from prefixcache.core.spec import GroupSpec, NamespaceSpec, PartSpec, PlannerConfig, PoolSpec
 from prefixcache.core.state import State
-from prefixcache.cli.bench.workload import ROOT
 from prefixcache.identity import block_keys
 
 # Nothing is stored; sizes only decide how many slots a slab has: 16 tokens of a model with 4 KiB a token.

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from prefixcache.cli.errors import CliError
 from prefixcache.server.config import Config
 
 ConfigFile = Annotated[
@@ -56,5 +57,10 @@ def run(flags: dict[str, Any], file: Path | None) -> int:
 
     loaded = config_command.load(flags, file)
     from prefixcache.server import app
+    from prefixcache.server.config import ConfigError
 
-    return int(app.run(loaded))
+    try:
+        return app.run(loaded)
+    except ConfigError as error:
+        hint = "`prefixcache status` shows a daemon that runs; `prefixcache serve --help` lists the flags"
+        raise CliError(str(error), hint, reason="cannot_serve") from error

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TIERS = ("gpu", "host", "disk", "peer")
+AMOUNTS = ("leased", "filling", "quarantined")
 
 
 def run(settings: Settings) -> None:
@@ -149,12 +150,15 @@ def _token_line(told: dict[str, Any]) -> RenderableType:
 def _tier_table(tiers: list[dict[str, Any]]) -> Table:
     from rich.markup import escape
 
-    table = _table("tier", "state", "used", "of", "leased", "filling", "quarantined", "blocks", "evicted")
+    # What is mostly zero takes a column only when it is not.
+    amounts = [name for name in AMOUNTS if name == "leased" or any(tier[f"{name}_bytes"] for tier in tiers)]
+    table = _table("tier", "state", "used", *amounts, "blocks", "evicted")
     for tier in tiers:
         state = escape(tier["state"] + (f" ({tier['detail']})" if tier["detail"] else ""))
-        used = f"{size(tier['used_bytes'])} ({share(tier['used_bytes'], tier['capacity_bytes'])})"
-        amounts = [size(tier[f"{name}_bytes"]) for name in ("capacity", "leased", "filling", "quarantined")]
-        table.add_row(tier["tier"], state, used, *amounts, f"{tier['blocks']:,}", f"{tier['evicted_blocks']:,}")
+        held, capacity = tier["used_bytes"], tier["capacity_bytes"]
+        used = f"{size(held)} of {size(capacity)} ({share(held, capacity)})"
+        sizes = [size(tier[f"{name}_bytes"]) for name in amounts]
+        table.add_row(tier["tier"], state, used, *sizes, f"{tier['blocks']:,}", f"{tier['evicted_blocks']:,}")
     return table
 
 

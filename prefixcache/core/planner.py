@@ -1,13 +1,35 @@
 """The one door into the core: `handle(event, now) -> commands`.
 
-Belongs here: dispatch. Must not know: how any one event is decided (the modules by concern do).
+Belongs here: wiring and dispatch. Must not know: how any one event is decided (the modules by concern do).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from prefixcache.core import events
+from prefixcache.core.acquiring import Acquiring
+from prefixcache.core.checks import Checks
+from prefixcache.core.clearing import Clearing
 from prefixcache.core.commands import Command
-from prefixcache.core.events import Event
+from prefixcache.core.eviction import Evictor
+from prefixcache.core.filling import Filling
+from prefixcache.core.foreign import ForeignGranting
+from prefixcache.core.granting import Granting
+from prefixcache.core.leases import Lease
+from prefixcache.core.reasons import Kind, Miss, Refusal
+from prefixcache.core.removal import Remover
+from prefixcache.core.reservations import Reservation
+from prefixcache.core.room import RoomMaker
+from prefixcache.core.sessions import Sessions
+from prefixcache.core.slabs import SlabMover
+from prefixcache.core.snapshot import Snapshots
 from prefixcache.core.spec import PlannerConfig
+from prefixcache.core.state import State
+from prefixcache.core.transfers import Transfers
+
+Handler = Callable[[Any, float, list[Command]], None]
 
 
 class Planner:
@@ -15,11 +37,101 @@ class Planner:
 
     def __init__(self, config: PlannerConfig) -> None:
         self.config = config
+        self.state = State(config)
+        state = self.state
+        self.mover = SlabMover(state)
+        self.remover = Remover(state, self.mover)
+        evictor = Evictor(state, self.remover)
+        self.transfers = Transfers(state, evictor, self.mover)
+        room = RoomMaker(state, self.remover, evictor, self.transfers)
+        self.clearing = Clearing(state, self.remover)
+        self.checks = Checks(state, self.clearing)
+        self.acquiring = Acquiring(state, self.remover, self.mover, self.checks)
+        self.granting = Granting(state, self.remover, room)
+        self.foreign = ForeignGranting(state, self.granting, room)
+        self.filling = Filling(state, self.remover)
+        self.sessions = Sessions(state, self.acquiring, self.filling)
+        self.snapshots = Snapshots(state, self.sessions, self.remover)
+        self._handlers = self._wire()
 
-    def handle(self, event: Event, now: float) -> list[Command]:
+    def handle(self, event: events.Event, now: float) -> list[Command]:
         """What is to be done about `event` at time `now` (seconds, monotonic, never going back), in this order.
 
         At most one command is the reply to the event's sender (see `commands.Reply`); it may come in a later call
         only where the event's docstring says so. Others may concern anybody (leases that ended, slabs that move).
         """
-        raise NotImplementedError
+        out: list[Command] = []
+        state = self.state
+        state.tick += 1
+        if state.deadlines.next_due <= now:
+            self._end_due(now, out)
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            text = f"no such event: {type(event).__name__}"
+            state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.EVENT_UNKNOWN, text)
+        else:
+            handler(event, now, out)
+        return out
+
+    def _end_due(self, now: float, out: list[Command]) -> None:
+        while (thing := self.state.deadlines.pop_due(now)) is not None:
+            if isinstance(thing, Lease):
+                self.acquiring.end_unreleased(thing, Miss.LEASE_EXPIRED, out)
+            elif isinstance(thing, Reservation):
+                self.filling.run_out(thing, out, expired=True)
+
+    def _wire(self) -> dict[type, Handler]:
+        sessions, acquiring, filling, clearing = self.sessions, self.acquiring, self.filling, self.clearing
+        return {
+            events.AcquireRequested: acquiring.acquire,
+            events.LeaseReleased: lambda event, now, out: acquiring.release(event, out),
+            events.LeaseRenewed: acquiring.renew,
+            events.LookupRequested: lambda event, now, out: acquiring.lookup(event, out),
+            events.ReserveRequested: self._reserve,
+            events.CommitRequested: lambda event, now, out: filling.commit(event, out),
+            events.AbortRequested: lambda event, now, out: filling.abort(event, out),
+            events.SessionOpened: lambda event, now, out: sessions.open(event, out),
+            events.SessionEnded: lambda event, now, out: sessions.end(event, out),
+            events.ProcessExited: lambda event, now, out: sessions.exit(event, out),
+            events.NamespaceOpened: lambda event, now, out: sessions.open_namespace(event, out),
+            events.ClearRequested: lambda event, now, out: clearing.clear(event, out),
+            events.PartFailedVerification: lambda event, now, out: clearing.part_failed(event, out),
+            events.CopyDone: lambda event, now, out: self._copy_done(event, out),
+            events.ChecksumDone: lambda event, now, out: self._checksum_done(event),
+            events.VerifyDone: lambda event, now, out: self.checks.done(event, now, out, acquiring.acquire),
+            events.SnapshotRequested: lambda event, now, out: self.snapshots.take(out),
+            events.SnapshotRestored: lambda event, now, out: self.snapshots.restore(event, out),
+            events.CapacityReady: lambda event, now, out: self._capacity_ready(event, out),
+            events.DrainStarted: lambda event, now, out: self._drain(out),
+            events.TimePassed: lambda event, now, out: None,
+        }
+
+    def _reserve(self, event: events.ReserveRequested, now: float, out: list[Command]) -> None:
+        space = self.state.namespaces.get(event.namespace)
+        if space is not None and space.foreign is not None:
+            self.foreign.reserve(event, now, out)
+        else:
+            self.granting.reserve(event, now, out)
+
+    def _copy_done(self, event: events.CopyDone, out: list[Command]) -> None:
+        if event.copy in self.mover.moves:
+            self.mover.finish(event.copy, ok=event.ok)
+        else:
+            text = f"no copy {event.copy} is under way"
+            self.state.refuse(out, Kind.NOT_FOUND, Refusal.COPY_UNKNOWN, text)
+
+    def _checksum_done(self, event: events.ChecksumDone) -> None:
+        space = self.state.namespaces.get(event.namespace)
+        if space is not None and event.digests is not None and 0 <= event.part < len(space.strides):
+            space.table.set_digests(event.part, event.rows, event.generations, event.digests)
+
+    def _capacity_ready(self, event: events.CapacityReady, out: list[Command]) -> None:
+        pool = self.state.pools.get(event.pool)
+        if pool is not None:
+            pool.grow_ready(event.ready_bytes)
+        else:
+            self.state.refuse(out, Kind.NOT_FOUND, Refusal.ARGUMENT_INVALID, f"no pool {event.pool}")
+
+    def _drain(self, out: list[Command]) -> None:
+        self.state.draining = True
+        self.filling.tell_drained(out)

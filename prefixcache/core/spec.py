@@ -12,7 +12,7 @@ from prefixcache.core.ids import HOST_POOL, SLOT_GRANULE, GroupKind, NamespaceKi
 MAX_BLOCK_TOKENS = 65_536
 MAX_GROUPS = 16
 MAX_PARTS = 64  # part masks are one u64
-MAX_KV_HEADS = 4_096
+MAX_KV_HEADS = 512
 MAX_PART_BYTES = 1 << 40
 
 
@@ -103,6 +103,7 @@ class Limits:
     max_ttl_s: float = 3_600.0
     min_ttl_s: float = 0.001
     recent_ends: int = 4_096  # ended commits and leases whose outcome a retry can still learn
+    max_bare_blocks: int = 1 << 20  # rows of one namespace without a full group: links need no slot
     max_parked: int = 1_024  # acquires waiting for a verification
 
 

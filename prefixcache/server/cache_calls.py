@@ -12,6 +12,7 @@ import numpy as np
 from prefixcache.core import commands as c
 from prefixcache.core import events as e
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT
+from prefixcache.core.reasons import Skip
 from prefixcache.identity.keys import block_keys
 from prefixcache.server import reasons
 from prefixcache.server.errors import CallError
@@ -39,6 +40,7 @@ class CacheCalls:
         keys = request.keys
         if not keys or len(keys) % KEY_BYTES or request.tokens:
             keys = self._keys(session, request, allow_none=request.prompt_tokens > 0)
+        first, most = request.from_block, request.max_blocks
         if shell.draining:
             raise _draining()
         config = shell.config
@@ -47,19 +49,23 @@ class CacheCalls:
             request.lease,
             number,
             keys,
-            request.from_block,
-            request.prompt_tokens,
+            first,
+            request.prompt_tokens or _prompt_tokens(request, keys, namespace.spec.block_tokens),
             granted_ttl(request.ttl_ms, config.lease_ttl, config.lease_ttl_max),
-            request.max_blocks or None,
+            max(most - first, 0) if most else None,
         )
+        tail = keys[-KEY_BYTES:]
         with self._owner.lock:
+            held = self._holdings.leases.get(event.lease)
+            if held is not None and held.tail != tail and held.session == session.id:
+                raise CallError(common.REASON_ID_IN_USE, "the lease id is in use for another prompt; choose a new one")
             reply = self._owner.acquire(event)
             if type(reply) is c.Acquired:
                 if reply.planned_blocks:
-                    self._holdings.leased(session.id, namespace, reply)
+                    self._holdings.leased(session.id, namespace, reply, tail)
                 return self._acquired(reply)
         if isinstance(reply, Future):
-            return _mapped(reply, lambda late: self._acquired_late(session, number, late))
+            return _mapped(reply, lambda late: self._acquired_late(session, number, tail, late))
         raise reasons.refusal(expect(reply, c.Refused))
 
     def _acquired(self, reply: c.Acquired) -> pb.AcquireResponse:
@@ -86,10 +92,10 @@ class CacheCalls:
             response.present = np.packbits(reply.present, bitorder="little").tobytes()
         return response
 
-    def _acquired_late(self, session: Session, number: int, reply: c.Reply) -> pb.AcquireResponse:
+    def _acquired_late(self, session: Session, number: int, tail: bytes, reply: c.Reply) -> pb.AcquireResponse:
         acquired: c.Acquired = expect(reply, c.Acquired)
         if acquired.planned_blocks:
-            self._holdings.leased(session.id, self._shell.namespace(number), acquired)
+            self._holdings.leased(session.id, self._shell.namespace(number), acquired, tail)
         return self._acquired(acquired)
 
     def release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
@@ -128,9 +134,17 @@ class CacheCalls:
             ttl_ms = max(int((reserved.expires_at - self._owner.now) * 1000), 0)
         return pb.ReserveResponse(
             grants=[_grant(reserved, grant) for grant in reserved.grants],
-            refused=_counts(reserved.skipped),
+            refused=self._refused(reserved.skipped),
             ttl_ms=ttl_ms,
         )
+
+    def _refused(self, skipped: dict[Skip, int]) -> list[common.ReasonCount]:
+        """Blocks not granted. A full pool that still grows is worth another try, and says so."""
+        counts = _counts(skipped)
+        for item in counts:
+            if item.reason == common.REASON_POOL_FULL and self._shell.is_growing():
+                item.reason = common.REASON_POOL_NOT_READY
+        return counts
 
     def commit(self, session: Session, request: pb.CommitRequest) -> pb.CommitResponse:
         """Make written blocks visible."""
@@ -200,6 +214,11 @@ class CacheCalls:
         if len(tokens) > most:
             raise CallError(common.REASON_LIMIT, f"{len(tokens) // _TOKEN_BYTES} tokens are too many for one call")
         return block_keys(root, tokens, namespace.spec.block_tokens)
+
+
+def _prompt_tokens(request: pb.AcquireRequest, keys: bytes, block_tokens: int) -> int:
+    """The prompt's length where the worker did not tell it."""
+    return len(request.tokens) // _TOKEN_BYTES or len(keys) // KEY_BYTES * block_tokens
 
 
 def _grant(reserved: c.Reserved, grant: c.Grant) -> pb.PartGrant:

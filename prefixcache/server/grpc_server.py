@@ -90,7 +90,7 @@ class GrpcCalls:
 
     def write_blocks(self, calls: StreamCalls) -> Handler:
         """The one stream of requests."""
-        method = Method("WriteBlocks", cache_pb2.WriteBlocksRequest.FromString, calls.write_blocks)
+        method = Method("WriteBlocks", cache_pb2.WriteBlocksRequest.FromString, lambda _, request: request)
 
         def handle(payloads: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
             try:
@@ -183,6 +183,16 @@ class GrpcServer:
             return self._server.add_insecure_port(address)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: {error}") from error
+
+    def prober(self, beat: Callable[[], None]) -> Callable[[], None]:
+        """A chore that has `beat` called by a thread of the pool: no sign of life when all of them hang."""
+        waiting: list[Future[None]] = []
+
+        def probe() -> None:
+            if not waiting or waiting[0].done():
+                waiting[:] = [self._pool.submit(beat)]
+
+        return probe
 
     def start(self) -> None:
         """Answer calls."""

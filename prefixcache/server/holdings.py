@@ -16,11 +16,12 @@ from prefixcache.server.layouts import Namespace
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A lease: what was acquired, by which session."""
+    """A lease: what was acquired, by which session. `tail`: the last key asked for, which names the whole prompt."""
 
     session: bytes
     namespace: Namespace
     acquired: Acquired
+    tail: bytes
 
 
 class Reservation:
@@ -92,9 +93,10 @@ class Holdings:
         self.leases: dict[bytes, Lease] = {}
         self.reservations: dict[bytes, Reservation] = {}
 
-    def leased(self, session: bytes, namespace: Namespace, acquired: Acquired) -> None:
-        """A lease was granted."""
-        self.leases[acquired.lease] = Lease(session, namespace, acquired)
+    def leased(self, session: bytes, namespace: Namespace, acquired: Acquired, tail: bytes) -> None:
+        """A lease was granted (or told again: a repeated call changes nothing)."""
+        if acquired.lease not in self.leases:
+            self.leases[acquired.lease] = Lease(session, namespace, acquired, tail)
 
     def reserved(self, session: bytes, namespace: Namespace, reserved: Reserved) -> None:
         """A reservation was granted (or granted again: a repeated call changes nothing)."""

@@ -7,7 +7,6 @@ transports look methods up in `Service.methods` and turn bytes into messages and
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -29,16 +28,16 @@ from prefixcache_offload.pool import HostPool
 PROTOCOL: Final = 1
 _MAX_NAME: Final = 200
 
-Answer = Any | Future[Any]
-
-
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One rpc. `answer(session, request)`; `session` is None only where `needs_session` is False."""
+    """One rpc. `answer(session, request)` answers a message, a future of one, or, for streams, an iterator.
+
+    `session` is None only where `needs_session` is False.
+    """
 
     name: str
     parse: Callable[[bytes], Any]
-    answer: Callable[[Any, Any], Answer]
+    answer: Callable[[Any, Any], Any]
     needs_session: bool = True
 
 
@@ -54,12 +53,14 @@ class Shell:
     incarnation: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
     started_at: float = field(default_factory=time.monotonic)
     draining: bool = False
+    is_growing: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         self.sessions = Sessions(self.config.max_sessions)
         self.holdings = Holdings()
         self.namespaces: dict[int, Namespace] = {}
         self.by_fingerprint: dict[bytes, Namespace] = {}
+        self.next_namespace = 1
 
     def namespace(self, number: int) -> Namespace:
         """A namespace by its short id. Raises CallError (NAMESPACE_UNKNOWN)."""
@@ -102,7 +103,6 @@ class SessionCalls:
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
-        self._next_namespace = 1
 
     def open_session(self, request: pb.OpenSessionRequest, transport: str, *, pid: int = 0, process: int = 0) -> Session:
         """A session for a worker on any transport. Raises CallError."""
@@ -160,10 +160,10 @@ class SessionCalls:
         spec = layouts.check(message)
         with shell.owner.lock:
             known = message.fingerprint in shell.by_fingerprint
-            event = e.NamespaceOpened(self._next_namespace, message.fingerprint, spec)
+            event = e.NamespaceOpened(shell.next_namespace, message.fingerprint, spec)
             ready: c.NamespaceReady = expect(shell.owner.call(event), c.NamespaceReady)
-            if ready.namespace == self._next_namespace:
-                self._next_namespace += 1
+            if ready.namespace == shell.next_namespace:
+                shell.next_namespace += 1
             if ready.namespace not in shell.namespaces:
                 sizes = tuple(part.size_bytes for part in spec.parts)
                 namespace = Namespace(

@@ -44,6 +44,15 @@ class StreamCalls:
                 if block in places:
                     yield from self._read_part(session, request.lease, lease, (part, block), places[block])
 
+    def arrivals(self, session: Session, request: pb.ArrivalsRequest) -> Iterator[pb.ArrivalsResponse]:
+        """Nothing comes from slower tiers in this release, so the first message is the last."""
+        yield self.last_arrival(session, request)
+
+    def last_arrival(self, session: Session, request: pb.ArrivalsRequest) -> pb.ArrivalsResponse:
+        """All of the lease is ready."""
+        acquired = self._lease(session, request.lease).acquired
+        return pb.ArrivalsResponse(ready_blocks=acquired.from_block + acquired.ready_blocks)
+
     def _read_part(
         self, session: Session, lease_id: bytes, lease: Lease, which: tuple[int, int], place: Place
     ) -> Iterator[pb.ReadBlocksResponse]:

@@ -11,6 +11,7 @@ It must not know what a call is for.
 """
 
 import os
+import socket
 import threading
 import time
 import weakref
@@ -122,7 +123,7 @@ class Link:
     def _mend(self, session: Session, error: Refused) -> bool:
         """Whether the refusal only says that the server has forgotten us; then the next attempt starts afresh."""
         if error.reason == "session_unknown":
-            session.close()
+            session.transport.close()
             return True
         if error.reason == "namespace_unknown":
             session.forget_namespaces()
@@ -148,8 +149,14 @@ class Link:
             self._connecting.release()
 
     def _open(self, deadline: float) -> Session:
-        name = self.options.client_name or f"pid {os.getpid()}"
-        return sessions.open_local(self.address, name, deadline, self.options.timeout_s)
+        address, options = self.address, self.options
+        if options.local_channel and address.local_path:
+            try:
+                return sessions.open_local(address, options, deadline)
+            except Unreachable as error:
+                if error.reason == DEADLINE or not _listens(address.socket_path, remaining(deadline)):
+                    raise
+        return sessions.open_grpc(address, options, deadline)
 
     def _release_abandoned(self) -> None:
         while True:
@@ -167,6 +174,13 @@ class Link:
         self._session = None
         self.breaker.reset_after_fork()
         self.counters.reset_after_fork()
+
+
+def _listens(path: str, timeout_s: float) -> bool:
+    """Whether anybody listens at all: importing grpc to learn that nobody does would cost a request half a second."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(timeout_s)
+        return probe.connect_ex(path) == 0
 
 
 def _after_fork_in_child() -> None:

@@ -132,6 +132,10 @@ class LocalTransport:
                 return
         action()
 
+    def close_session(self, session_id: bytes) -> None:
+        """End the connection, which is the session."""
+        self.close()
+
     def close(self) -> None:
         """End the connection; the watcher closes the descriptor."""
         self._end()

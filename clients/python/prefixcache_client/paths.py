@@ -72,3 +72,13 @@ class MappedPath:
             _, jobs = planned.setdefault(run.pool, (memory, []))
             jobs += tensors.jobs(form, run.part, run.blocks, run.slots)
         return list(planned.values())
+
+
+class MappedReads:
+    """Reads by shared memory, writes by stream: for pools that only the daemon may write."""
+
+    def __init__(self, mapped: MappedPath, streamed: BytePath) -> None:
+        self.load = mapped.load
+        self.view = mapped.view
+        self.intact = mapped.intact
+        self.save = streamed.save

@@ -46,8 +46,14 @@ class Transport(Protocol):
     def on_lost(self, action: Callable[[], None]) -> None:
         """Have `action` called once when the connection ends, for whatever cause; at once if it has ended already."""
 
+    def close_session(self, session_id: bytes) -> None:
+        """End the session, so that its leases are free at once, and then the connection.
+
+        Calls still waiting end as Unreachable.
+        """
+
     def close(self) -> None:
-        """End the connection. Calls still waiting end as Unreachable."""
+        """End the connection without a word."""
 
 
 class BlockStreams(Protocol):

@@ -41,8 +41,8 @@ def run(settings: Settings, wanted: set[str], *, quick: bool) -> None:
 def _grouped(sections: list[str]) -> list[tuple[str, ...]]:
     """`load` and `store` share one worker, so asking for both runs it once."""
     copies = tuple(name for name in sections if name in ("load", "store"))
-    groups = [(name,) for name in sections if name not in copies]
-    return [copies, *groups] if copies else groups
+    others: list[tuple[str, ...]] = [(name,) for name in sections if name not in copies]
+    return [copies, *others] if copies else others
 
 
 def _section(names: tuple[str, ...]) -> Section:

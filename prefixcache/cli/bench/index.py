@@ -149,9 +149,9 @@ def _insert_case(index: Index, prompts: Prompts, first: int = NEW) -> Case:
 def _by_length(plan: Plan, progress: Progress) -> dict[str, Any]:
     """`match` and `chat_path_us`: one index of many prompts, lookups of growing length."""
     short = Prompts(PROMPT_TOKENS, MATCH_BLOCK_TOKENS)
-    spare = (LONG_PROMPTS * len(plan.match_tokens) + 4) * max(plan.match_tokens) // MATCH_BLOCK_TOKENS
+    spare = (LONG_PROMPTS * len(plan.match_tokens) + 4) * max(plan.match_tokens) + 3 * CHAT_TOKENS
     progress(f"match: building {plan.match_prompts:,} prompts")
-    index = build(plan.match_prompts * short.blocks, short, spare)
+    index = build(plan.match_prompts * short.blocks, short, spare // MATCH_BLOCK_TOKENS)
     cases = {"startswith": _startswith_case()}
     for tokens in plan.match_tokens:
         cases[f"match {tokens}"] = _length_case(index, Prompts(tokens, MATCH_BLOCK_TOKENS), plan.match_prompts)

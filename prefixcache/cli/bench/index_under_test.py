@@ -51,7 +51,9 @@ class Index:
         """Slots for the blocks of a prompt that are new. Filling them comes before a block becomes visible, so this is
         no part of `insert`."""
         fresh = len(keys) // KEY_BYTES - self.match(keys)
-        return self.state.host.allocate(PART_BYTES, fresh)
+        slots = self.state.host.allocate(PART_BYTES, fresh)
+        assert len(slots) == fresh, "the pool is too small for this workload"
+        return slots
 
     def insert(self, keys: bytes, slots: Slots) -> None:
         """Make every block of a prompt visible; `slots` from `slots(keys)`, at least one."""

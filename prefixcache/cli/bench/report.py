@@ -28,7 +28,9 @@ def draw(told: dict[str, Any]) -> list[RenderableType]:
         "store": lambda result: _copy("store", result),
         "index": _index,
         "match": _match,
-        "chat_path_us": lambda us: f"chat path of 63 nodes, 32k tokens: {us:.1f} us (target {CHAT_PATH_TARGET_US:.0f})\n",
+        "chat_path_us": lambda us: (
+            f"chat path of 63 nodes, 32k tokens: {us:.1f} us (target {CHAT_PATH_TARGET_US:.0f})\n"
+        ),
         "overhead": _overhead,
         "skipped": lambda reasons: "\n".join(f"skipped {name}: {reason}" for name, reason in reasons.items()),
     }
@@ -62,7 +64,9 @@ def _copy(name: str, row: dict[str, Any]) -> Table:
 
 
 def _index(rows: list[dict[str, Any]]) -> Table:
-    table = _table("index: one prompt of 2,048 tokens", "match", "hash + match", "insert", "evict a block", "bytes a block")
+    table = _table(
+        "index: one prompt of 2,048 tokens", "match", "hash + match", "insert", "evict a block", "bytes a block"
+    )
     for row in rows:
         times = [f"{row[name]:,.1f} us" for name in ("match_us", "hash_match_us", "insert_us", "evict_us")]
         table.add_row(f"{row['blocks']:,} blocks", *times, f"{row['bytes_per_block']:.0f}")
@@ -76,7 +80,9 @@ def _match(rows: list[dict[str, Any]]) -> Table:
         scaled = target * row["startswith_us"] / STARTSWITH_US if target else None
         shown = _judged(row["us"], scaled, f"{row['us']:.1f} us", lower=True)
         limit = f"{scaled:.1f} us" if scaled else "-"
-        table.add_row(f"{row['tokens']:,} tokens", shown, f"{row['insert_us']:.1f} us", f"{row['startswith_us']:.1f} us", limit)
+        table.add_row(
+            f"{row['tokens']:,} tokens", shown, f"{row['insert_us']:.1f} us", f"{row['startswith_us']:.1f} us", limit
+        )
     return table
 
 
@@ -84,7 +90,9 @@ def _overhead(row: dict[str, Any]) -> Table:
     table = _table("requests that share nothing", "figure", "target")
     low, high = row["no_reuse_ratio_interval"]
     interval = f"{row['no_reuse_ratio_median']:.3f}, 95% of {row['pairs']} pairs in {low:.3f} - {high:.3f}"
-    table.add_row("speed with / without", _judged(high, NO_REUSE_TARGET, interval, lower=False), f"reaches {NO_REUSE_TARGET}")
+    table.add_row(
+        "speed with / without", _judged(high, NO_REUSE_TARGET, interval, lower=False), f"reaches {NO_REUSE_TARGET}"
+    )
     share = row["client_cpu_share"]
     shown = _judged(share, CPU_SHARE_TARGET, f"{100 * share:.2f}%", lower=True)
     table.add_row("client's CPU time of the request", shown, f"{100 * CPU_SHARE_TARGET:.0f}%")

@@ -41,7 +41,7 @@ class Prompts:
         return head_keys + block_keys(head_keys[-KEY_BYTES:], self._own(number), self.block_tokens)
 
     def _own(self, number: int) -> bytes:
-        """Everything behind the head. Sequential numbers would do for keys; real ids are no ramp, so neither is this."""
+        """Everything behind the head; no ramp, because real ids are none."""
         own = np.random.default_rng(number).integers(VOCABULARY, size=self.tokens - self.block_tokens, dtype=np.uint32)
         return own.astype("<u4").tobytes()
 

@@ -1,1 +1,1 @@
-"""prefixcache.core.policy"""
+"""Which leaf goes next. One policy object serves all namespaces whose blocks take the same slots."""

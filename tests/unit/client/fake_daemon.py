@@ -14,6 +14,8 @@ It serves the local channel and gRPC. Faults it makes, each switched on by a fie
     lose_session the next call over gRPC finds its session unknown
     no_local     no local channel is offered
     unsealed     MapPool hands over descriptors that can still shrink
+    swap_pieces  the next ReadBlocks sends its pieces in the wrong order
+    short_write  WriteBlocks counts that many bytes too few
 Restarting under the same path (`restart`) gives a new incarnation, an empty index and a new pool.
 What it does not do: evict, count, expire leases by itself (`expire_leases` does it at once), sliding groups.
 """
@@ -25,9 +27,11 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import numpy as np
 
 from prefixcache.v1 import cache_pb2, common_pb2, local_pb2
@@ -36,6 +40,11 @@ from prefixcache_offload.pool import HostPool
 from prefixcache_offload.units import SLOT_GRANULE, control_bytes
 
 LEASE_TTL_MS = 5000
+PIECE_BYTES = 1 << 16
+RPCS = {
+    "OpenSession": 1, "OpenNamespace": 2, "Acquire": 3, "Release": 5, "Reserve": 6, "Commit": 7, "Abort": 8,
+    "Lookup": 9, "KeepAlive": 12, "CloseSession": 200,
+}  # fmt: skip
 
 
 @dataclass
@@ -55,6 +64,8 @@ class Faults:
     lose_session: bool = False
     no_local: bool = False
     unsealed: bool = False
+    swap_pieces: bool = False
+    short_write: int = 0
 
     def __post_init__(self) -> None:
         self.thaw.set()
@@ -73,7 +84,7 @@ class RefusedCall(Exception):
 class FakeDaemon:
     """Use it in a `with`. `calls` counts methods; `released`, `aborted`, `committed` list ids."""
 
-    def __init__(self, path: str, pool_bytes: int = 8 << 20, *, writable: bool = True, grpc_port: bool = False) -> None:
+    def __init__(self, path: str, pool_bytes: int = 8 << 20, *, writable: bool = True) -> None:
         self.path = path
         self.pool_bytes = pool_bytes
         self.writable = writable
@@ -82,7 +93,6 @@ class FakeDaemon:
         self.released: list[tuple[bytes, int, int]] = []
         self.aborted: list[bytes] = []
         self.sessions_opened = 0
-        self.wants_tcp = grpc_port
         self.port = 0
         self.lease_ttl_ms = LEASE_TTL_MS
         self.lock = threading.RLock()
@@ -97,8 +107,9 @@ class FakeDaemon:
         self.generation = int.from_bytes(os.urandom(4), "little") << 8
         self.specs: dict[int, Any] = {}
         self.blocks: dict[tuple[int, bytes, int], tuple[int, int]] = {}
-        self.leases: dict[bytes, list[Any]] = {}
-        self.reservations: dict[bytes, tuple[int, list[tuple[bytes, int, int, int]]]] = {}
+        self.leases: dict[bytes, list[int]] = {}
+        self.leased: dict[bytes, list[Any]] = {}
+        self.reservations: dict[bytes, tuple[int, list[tuple[bytes, int, int, int, int]]]] = {}
         self.connections: list[socket.socket] = []
         self.listener: socket.socket | None = None
         if not self.faults.no_local:
@@ -133,8 +144,74 @@ class FakeDaemon:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    # -- gRPC --------------------------------------------------------------------------------------------------------
+
     def _serve_grpc(self) -> Any:
-        return None
+        server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
+        handlers = {name: self._unary(method) for name, method in RPCS.items()}
+        handlers["ReadBlocks"] = grpc.unary_stream_rpc_method_handler(self._read_blocks)
+        handlers["WriteBlocks"] = grpc.stream_unary_rpc_method_handler(self._write_blocks)
+        service = grpc.method_handlers_generic_handler("prefixcache.v1.CacheService", handlers)
+        server.add_generic_rpc_handlers((service,))
+        server.add_insecure_port(f"unix:{self.path}")
+        self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
+        server.start()
+        return server
+
+    def _unary(self, method: int) -> Any:
+        def answer(payload: bytes, context: Any) -> bytes:
+            self.faults.thaw.wait()
+            if self.faults.delay_s:
+                threading.Event().wait(self.faults.delay_s)
+            try:
+                if self.faults.lose_session and method not in (1, 12):
+                    self.faults.lose_session = False
+                    raise RefusedCall(5, common_pb2.REASON_SESSION_UNKNOWN)
+                return self.handle(method, payload, os.urandom(16))
+            except RefusedCall as refused:
+                abort(context, refused)
+                raise
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+    def _read_blocks(self, payload: bytes, context: Any) -> Iterator[bytes]:
+        request = cache_pb2.ReadBlocksRequest.FromString(payload)
+        with self.lock:
+            runs = self.leased.get(request.lease)
+            cut, self.faults.truncate = self.faults.truncate, False
+            swap, self.faults.swap_pieces = self.faults.swap_pieces, False
+        if runs is None:
+            abort(context, RefusedCall(5, common_pb2.REASON_LEASE_UNKNOWN))
+        pieces = list(self._pieces(request, runs))
+        if cut:
+            pieces = pieces[: len(pieces) // 2]
+        if swap:
+            pieces.reverse()
+        for piece in pieces:
+            yield piece.SerializeToString()
+
+    def _pieces(self, request: Any, runs: Any) -> Iterator[Any]:
+        for part, first, held, size in runs:
+            if request.part_mask and not request.part_mask >> part & 1:
+                continue
+            for block, (slot, _) in enumerate(held, start=first):
+                if request.first_block <= block < request.first_block + request.blocks:
+                    data = self.pool.slot(slot, size).tobytes()
+                    for offset in range(0, size, PIECE_BYTES):
+                        piece = data[offset : offset + PIECE_BYTES]
+                        yield cache_pb2.ReadBlocksResponse(part=part, block=block, offset=offset, data=piece)
+
+    def _write_blocks(self, payloads: Iterator[bytes], context: Any) -> bytes:
+        reservation, total = b"", 0
+        for payload in payloads:
+            piece = cache_pb2.WriteBlocksRequest.FromString(payload)
+            reservation = reservation or piece.reservation
+            with self.lock:
+                places = {(part, block): slot for _, part, slot, _, block in self.reservations[reservation][1]}
+                target = self.pool.slot(places[piece.part, piece.block], piece.offset + len(piece.data))
+                target[piece.offset :] = np.frombuffer(piece.data, np.uint8)
+            total += len(piece.data)
+        return cache_pb2.WriteBlocksResponse(bytes=total - self.faults.short_write).SerializeToString()
 
     # -- local channel -----------------------------------------------------------------------------------------------
 
@@ -229,6 +306,7 @@ class FakeDaemon:
             10: (local_pb2.MapPoolRequest, lambda request, owner: local_pb2.MapPoolResponse(pool=self._pool())),
             11: (None, None),
             12: (cache_pb2.KeepAliveRequest, self._keep_alive),
+            200: (cache_pb2.CloseSessionRequest, lambda request, owner: cache_pb2.CloseSessionResponse()),
         }
 
     def _pool(self) -> common_pb2.Pool:
@@ -289,6 +367,8 @@ class FakeDaemon:
             held = [self.blocks[space, key, part] for key in keys[request.from_block : found]]
             slots += [slot for slot, _ in held]
             answer.runs.append(run(part, request.from_block, held))
+            size = self.specs[request.namespace_id].parts[part].size_bytes
+            self.leased.setdefault(request.lease, []).append((part, request.from_block, held, size))
         self.leases[request.lease] = slots
         self._spoil(answer, slots)
         return answer
@@ -329,7 +409,7 @@ class FakeDaemon:
         space = self._space(request.namespace_id)
         spec = self.specs[request.namespace_id]
         answer = cache_pb2.ReserveResponse(ttl_ms=5000)
-        entries: list[tuple[bytes, int, int, int]] = []
+        entries: list[tuple[bytes, int, int, int, int]] = []
         stored = 0
         for part, shape in enumerate(spec.parts):
             if request.part_mask and not request.part_mask >> part & 1:
@@ -346,7 +426,7 @@ class FakeDaemon:
                 generation = self._next_generation()
                 self.pool.set_generations([slot], [generation])
                 granted.append((block, slot, generation))
-                entries.append((key, part, slot, generation))
+                entries.append((key, part, slot, generation, block))
             if granted:
                 answer.grants.append(grant(part, granted))
         if stored:
@@ -355,7 +435,7 @@ class FakeDaemon:
             self.reservations[request.reservation] = (request.namespace_id, entries)
             if self.faults.steal:
                 self.faults.steal = False
-                self.steal([slot for _, _, slot, _ in entries])
+                self.steal([slot for _, _, slot, _, _ in entries])
         return answer
 
     def _take(self, size_bytes: int) -> int | None:
@@ -375,7 +455,7 @@ class FakeDaemon:
         if held is None:
             raise RefusedCall(5, common_pb2.REASON_RESERVATION_UNKNOWN)
         space = self._space(held[0])
-        for key, part, slot, generation in held[1]:
+        for key, part, slot, generation, _ in held[1]:
             self.blocks[space, key, part] = (slot, generation)
         return cache_pb2.CommitResponse(committed_blocks=len({key for key, *_ in held[1]}), done=True)
 
@@ -426,7 +506,17 @@ def wait_until(condition: Any, timeout_s: float = 10.0) -> None:
         pause.wait(0.002)
 
 
-def stream_pieces(data: bytes, size: int) -> Iterator[tuple[int, bytes]]:
-    """(offset, piece) of data."""
-    for offset in range(0, len(data), size):
-        yield offset, data[offset : offset + size]
+class _Refusal(grpc.Status):
+    """What a refused gRPC call ends with."""
+
+    def __init__(self, error: common_pb2.Error) -> None:
+        status = common_pb2.Status(code=error.code, message=error.message)
+        status.details.add().Pack(error)
+        self.code = next(code for code in grpc.StatusCode if code.value[0] == error.code)
+        self.details = error.message
+        self.trailing_metadata = (("grpc-status-details-bin", status.SerializeToString()),)
+
+
+def abort(context: Any, refused: RefusedCall) -> None:
+    """End a gRPC call with an Error in its trailers."""
+    context.abort_with_status(_Refusal(refused.error))

@@ -1,0 +1,234 @@
+"""Acquire, Renew, Release, Lookup: what is there, promised for a while.
+
+Rules: a lookup changes nothing in the tree's shape. Tokens of a lease are pending until it ends, once. What is promised
+is pinned before anything else happens. Must not know: how blocks came in or where slots come from.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prefixcache.core.checks import Checks
+from prefixcache.core.commands import Acquired, Command, LeaseEnded, LeaseExtended, LookedUp, Released, Run
+from prefixcache.core.events import AcquireRequested, LeaseReleased, LeaseRenewed, LookupRequested
+from prefixcache.core.foreign_leases import ForeignAcquiring, begin_lease, look_up_foreign, read_run
+from prefixcache.core.ids import KEY_BYTES, Rows, Tier
+from prefixcache.core.leases import Lease
+from prefixcache.core.namespaces import Namespace
+from prefixcache.core.radix import ROW_DTYPE, Path, pin_path
+from prefixcache.core.reasons import Kind, Miss, Refusal
+from prefixcache.core.removal import Remover
+from prefixcache.core.slabs import SlabMover
+from prefixcache.core.state import Session, State
+
+
+class Acquiring:
+    """Handlers of the lease events."""
+
+    def __init__(self, state: State, remover: Remover, mover: SlabMover, checks: Checks) -> None:
+        self.state = state
+        self.checks = checks
+        self.foreign = ForeignAcquiring(state, checks)
+        self.remover = remover
+        self.mover = mover
+
+    def acquire(self, event: AcquireRequested, now: float, out: list[Command]) -> None:
+        state = self.state
+        lease_id = event.lease
+        if not state.good_id(lease_id, out):
+            return
+        session = state.live_session(event.session, out, lease_id)
+        if session is None or self._retried(event, out):
+            return
+        space = state.known_namespace(event.namespace, out, lease_id)
+        if space is None or not self._valid(event, session, space, out):
+            return
+        if space.foreign is not None:
+            self.foreign.acquire(event, session, space, now, out)
+            return
+        keys = event.keys
+        path = space.tree.walk(keys)
+        key_blocks = len(keys) // KEY_BYTES
+        from_block = event.from_block
+        limit = path.blocks if event.max_blocks is None else min(path.blocks, from_block + event.max_blocks)
+        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
+        end = space.restorable(rows, from_block, limit)
+        if space.table.unverified and self.checks.hold(event, space, rows[from_block:end], out):
+            return
+        self._touch(space, path, rows)
+        tokens = space.block_tokens
+        state.stats.acquires += 1
+        ledger = state.stats.tokens
+        ledger.looked_up += event.prompt_tokens - from_block * tokens
+        ledger.miss[Miss.PARTIAL_BLOCK] += event.prompt_tokens - key_blocks * tokens
+        stop = None
+        if end < key_blocks:
+            stop = self._count_misses(space, path, event, (end, limit))
+        planned = max(0, end - from_block)
+        if not planned:
+            out.append(Acquired(lease_id, from_block, 0, 0, (), stop, (0, 0, 0, 0), now))
+            return
+        if end != path.blocks:
+            path = _shortened(path, end)
+        expires_at = now + state.clipped_ttl(event.ttl_s)
+        runs = self._runs(space, rows, from_block, end)
+        reply = Acquired(lease_id, from_block, planned, planned, runs, stop, (0, planned * tokens, 0, 0), expires_at)
+        begin_lease(state, session, Lease(lease_id, event.session, space, [pin_path(path)], reply), out)
+
+    def lookup(self, event: LookupRequested, out: list[Command]) -> None:
+        state = self.state
+        space = state.known_namespace(event.namespace, out)
+        if space is None or not state.good_keys(event.keys, event.from_block, out):
+            return
+        state.stats.lookups += 1
+        if space.foreign is not None:
+            out.append(look_up_foreign(space.foreign, event, space.block_tokens))
+            return
+        path = space.tree.walk(event.keys)
+        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
+        end = space.restorable(rows, event.from_block, path.blocks)
+        stop = None
+        if end * KEY_BYTES < len(event.keys):
+            stop = Miss.GROUP_GAP if end < path.blocks else self._stop_behind(space, path, event.keys)
+        out.append(LookedUp(end, (0, max(0, end - event.from_block) * space.block_tokens, 0, 0), stop))
+
+    def renew(self, event: LeaseRenewed, now: float, out: list[Command]) -> None:
+        lease = self._own_lease(event.session, event.lease, out)
+        if lease is not None:
+            # Never shortened: the heap of deadlines only follows deadlines that move away.
+            lease.deadline = max(lease.deadline, now + self.state.clipped_ttl(event.ttl_s))
+            out.append(LeaseExtended(lease.lease, lease.deadline))
+
+    def release(self, event: LeaseReleased, out: list[Command]) -> None:
+        lease = self._own_lease(event.session, event.lease, out)
+        if lease is None:
+            return
+        planned = lease.reply.planned_blocks
+        used = planned if event.used_blocks is None else min(max(event.used_blocks, 0), planned)
+        hit = used * lease.space.block_tokens
+        missed = lease.planned_tokens - hit
+        ledger = self.state.stats.tokens
+        ledger.pending -= lease.planned_tokens
+        ledger.hit[Tier.HOST] += hit
+        if missed:
+            ledger.miss[event.unused] += missed
+        self._end(lease)
+        out.append(Released(lease.lease, hit, missed))
+
+    def end_unreleased(self, lease: Lease, reason: Miss, out: list[Command]) -> None:
+        """The worker never said: nothing of it counts as a hit."""
+        ledger = self.state.stats.tokens
+        ledger.pending -= lease.planned_tokens
+        ledger.miss[reason] += lease.planned_tokens
+        expired = reason is Miss.LEASE_EXPIRED
+        self.state.stats.leases_expired += expired
+        if expired:
+            self.state.remember_expired(lease.lease)
+        self._end(lease)
+        out.append(LeaseEnded(lease.lease, lease.session, reason))
+
+    def _end(self, lease: Lease) -> None:
+        state = self.state
+        lease.ended = True
+        state.deadlines.note_ended()
+        del state.leases[lease.lease]
+        del state.sessions[lease.session].leases[lease.lease]
+        for pin in lease.pins:
+            self.remover.unpin(pin)
+        if self.mover.retired:
+            self.mover.settle_retired()
+
+    def _touch(self, space: Namespace, path: Path, rows: Rows) -> None:
+        """The matched blocks were used now."""
+        if not path.nodes:
+            return
+        tick = self.state.tick
+        space.table.touched[rows] = tick
+        last = path.nodes[-1]
+        if last.children is None and last.end == path.blocks:
+            space.policy.touch_leaf(last, tick)
+
+    def _runs(self, space: Namespace, rows: Rows, from_block: int, end: int) -> tuple[Run, ...]:
+        pool = self.state.host_pool
+        if not space.optional_parts:
+            wanted = rows[from_block:end]
+            return tuple([read_run(space, part, wanted, from_block, pool) for part in range(len(space.strides))])
+        runs = []
+        for part in range(len(space.strides)):
+            first = space.needed_from(part, from_block, end)
+            if first < end:
+                runs.append(read_run(space, part, rows[first:end], first, pool))
+        return tuple(runs)
+
+    def _count_misses(self, space: Namespace, path: Path, event: AcquireRequested, ends: tuple[int, int]) -> Miss:
+        """Counts the blocks behind the planned ones by reason; answers the first reason. ends: (planned, limit)."""
+        end, limit = max(ends[0], event.from_block), max(ends[1], event.from_block)
+        matched = max(path.blocks, event.from_block)
+        tokens = space.block_tokens
+        miss = self.state.stats.tokens.miss
+        behind = self._stop_behind(space, path, event.keys)
+        counts = (
+            (Miss.GROUP_GAP, limit - end),
+            (Miss.BEYOND_LIMIT, matched - limit),
+            (behind, len(event.keys) // KEY_BYTES - matched),
+        )
+        first = None
+        for reason, blocks in counts:
+            if blocks > 0:
+                miss[reason] += blocks * tokens
+                first = first or reason
+        return first or behind
+
+    def _stop_behind(self, space: Namespace, path: Path, keys: bytes) -> Miss:
+        return Miss.BEING_WRITTEN if space.tree.next_after(path, keys) is not None else Miss.NOT_STORED
+
+    def _own_lease(self, session: bytes, lease_id: bytes, out: list[Command]) -> Lease | None:
+        state = self.state
+        lease = state.leases.get(lease_id)
+        if lease is None:
+            reason = Refusal.LEASE_EXPIRED if lease_id in state.expired_leases else Refusal.LEASE_UNKNOWN
+            state.refuse(out, Kind.NOT_FOUND, reason, "no such lease; it ended or never was", lease_id)
+        elif lease.session != session:
+            text = "the lease belongs to another session"
+            state.refuse(out, Kind.PERMISSION_DENIED, Refusal.FOREIGN_SESSION, text, lease_id)
+        else:
+            return lease
+        return None
+
+    def _retried(self, event: AcquireRequested, out: list[Command]) -> bool:
+        """Answers an Acquire whose lease is there already."""
+        lease = self.state.leases.get(event.lease)
+        if lease is None:
+            return False
+        if lease.session == event.session and lease.space.number == event.namespace:
+            out.append(lease.reply)
+        else:
+            text = "this lease id is in use for something else"
+            self.state.refuse(out, Kind.ALREADY_EXISTS, Refusal.LEASE_TAKEN, text, event.lease)
+        return True
+
+    def _valid(self, event: AcquireRequested, session: Session, space: Namespace, out: list[Command]) -> bool:
+        state = self.state
+        if not state.good_keys(event.keys, event.from_block, out, event.lease):
+            return False
+        if len(session.leases) >= state.limits.max_leases_per_session:
+            text = f"a session holds at most {state.limits.max_leases_per_session} leases"
+            state.refuse(out, Kind.RESOURCE_EXHAUSTED, Refusal.TOO_MANY, text, event.lease)
+            return False
+        if event.max_blocks is not None and event.max_blocks < 0:
+            text = "max_blocks must not be negative"
+        elif event.prompt_tokens < len(event.keys) // KEY_BYTES * space.block_tokens:
+            text = f"prompt_tokens {event.prompt_tokens} is less than what the keys stand for"
+        else:
+            return True
+        state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID, text, event.lease)
+        return False
+
+
+def _shortened(path: Path, end: int) -> Path:
+    """The first `end` blocks (at least one) of a path."""
+    nodes = list(path.nodes)
+    while nodes[-1].start >= end:
+        nodes.pop()
+    return Path(nodes, end)
+

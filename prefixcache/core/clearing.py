@@ -1,0 +1,128 @@
+"""Clear, and blocks whose bytes turned out wrong: subtrees that leave at once.
+
+Rules: what leaves is out of sight before the answer; leased blocks keep their slots until their leases end.
+Must not know: policies, deadlines.
+"""
+
+from __future__ import annotations
+
+from prefixcache.core.commands import Change, Cleared, Command
+from prefixcache.core.events import ClearRequested, PartFailedVerification
+from prefixcache.core.ids import KEY_BYTES
+from prefixcache.core.namespaces import Namespace
+from prefixcache.core.radix import FILLING, ROW_BYTES, Node, subtree
+from prefixcache.core.reasons import Kind, Refusal
+from prefixcache.core.removal import Remover
+from prefixcache.core.state import State
+
+
+class Clearing:
+    """Handlers of ClearRequested and PartFailedVerification."""
+
+    def __init__(self, state: State, remover: Remover) -> None:
+        self.state = state
+        self.remover = remover
+
+    def clear(self, event: ClearRequested, out: list[Command]) -> None:
+        state = self.state
+        if event.namespace is None:
+            if event.keys is not None:
+                text = "keys need a namespace"
+                state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID, text)
+                return
+            counts = [self._clear_all(space, out) for space in state.namespaces.values()]
+            self._answer(counts, out)
+            return
+        space = state.known_namespace(event.namespace, out)
+        if space is None:
+            return
+        if event.keys is None:
+            self._answer([self._clear_all(space, out)], out)
+        elif state.good_keys(event.keys, 0, out):
+            if space.foreign is not None:
+                nodes = [space.foreign.by_key.get(event.keys[at : at + KEY_BYTES]) for at in _starts(event.keys)]
+                counts = [self._remove(node, out) for node in nodes if node is not None and node.parent is not None]
+                self._answer(counts, out)
+            else:
+                self._answer([self._clear_prefix(space, event.keys, out)], out)
+
+    def part_failed(self, event: PartFailedVerification, out: list[Command]) -> None:
+        """The block with this part, and all that follows it, leave."""
+        state = self.state
+        space = state.known_namespace(event.namespace, out)
+        if space is None:
+            return
+        node = None
+        if 0 <= event.part < len(space.strides) and 0 <= event.row < space.table.high_water:
+            column = space.table.parts[event.part]
+            if int(column.generations[event.row]) == event.generation and event.generation > 0:
+                node = find_row(space, event.row)
+        if node is None:
+            text = "that part is not stored any more"
+            state.refuse(out, Kind.FAILED_PRECONDITION, Refusal.STALE, text)
+            return
+        state.stats.parts_failed_verification += 1
+        self._answer([self.remove_from(space, node, event.row, out)], out)
+
+    def remove_from(self, space: Namespace, node: Node, row: int, out: list[Command]) -> tuple[int, int]:
+        """Removes the block of `row`, which is in `node`, and all below it."""
+        place = place_of(node, row)
+        if place:
+            space.tree.split(node, place)
+        return self._remove(node, out)
+
+    def _clear_all(self, space: Namespace, out: list[Command]) -> tuple[int, int]:
+        gone = held = 0
+        for node in list((space.tree.root.children or {}).values()):
+            counts = self.remover.detach(node)
+            gone, held = gone + counts[0], held + counts[1]
+        if self.state.config.publish:
+            out.append(self.state.publish(Change.CLEARED, space, b"", b"", 0))
+        return gone, held
+
+    def _clear_prefix(self, space: Namespace, keys: bytes, out: list[Command]) -> tuple[int, int]:
+        path = space.tree.walk(keys, FILLING)
+        if not path.nodes or path.blocks * KEY_BYTES != len(keys):
+            return 0, 0
+        node = path.nodes[-1]
+        place = path.blocks - 1 - node.start
+        if place:
+            space.tree.split(node, place)
+        return self._remove(node, out)
+
+    def _remove(self, node: Node, out: list[Command]) -> tuple[int, int]:
+        space = node.space
+        assert space is not None
+        if node.parent is None or node.edge == b"":
+            return 0, 0
+        if self.state.config.publish:
+            first_key = node.edge[:KEY_BYTES]
+            out.append(self.state.publish(Change.CLEARED, space, first_key, space.parent_key(node), node.start))
+        return self.remover.detach(node)
+
+    def _answer(self, counts: list[tuple[int, int]], out: list[Command]) -> None:
+        gone = sum(count[0] for count in counts)
+        self.state.stats.blocks_cleared += gone
+        out.append(Cleared(gone, sum(count[1] for count in counts)))
+
+
+def find_row(space: Namespace, row: int) -> Node | None:
+    """The node of a row by looking through the tree: rare, so no link is kept per block."""
+    packed = row.to_bytes(ROW_BYTES, "little")
+    for node in subtree(space.tree.root):
+        if packed in node.rows and place_of(node, row) >= 0:
+            return node
+    return None
+
+
+def place_of(node: Node, row: int) -> int:
+    """Index of a row in a node, -1 if it is not in it."""
+    packed = row.to_bytes(ROW_BYTES, "little")
+    at = node.rows.find(packed)
+    while at >= 0 and at % ROW_BYTES:
+        at = node.rows.find(packed, at + 1)
+    return at // ROW_BYTES if at >= 0 else -1
+
+
+def _starts(keys: bytes) -> range:
+    return range(0, len(keys), KEY_BYTES)

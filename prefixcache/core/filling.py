@@ -1,0 +1,280 @@
+"""Commit, Abort and the end of reservations: what is whole becomes visible, the rest gives its slots back.
+
+Rules: a block is settled (its slots move to the table) when every granted part is covered by all its heads; it is
+visible when its parent is. A mapped writer's slots come back only by its own last word or its process's end: when the
+time is over or the session is gone, the keys are free and the slots are quarantined. A reservation ends once.
+Must not know: how slots were found (granting does).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixcache.core.commands import (
+    Aborted,
+    Change,
+    Command,
+    Committed,
+    ComputeChecksum,
+    DrainFinished,
+    Refused,
+    ReservationEnded,
+)
+from prefixcache.core.events import AbortRequested, CommitRequested
+from prefixcache.core.ids import NO_SLOT
+from prefixcache.core.radix import DETACHED, VISIBLE, WAITING, Node
+from prefixcache.core.reasons import Kind, Refusal, Skip
+from prefixcache.core.removal import Remover
+from prefixcache.core.reservations import Entry, Reservation
+from prefixcache.core.state import State
+
+
+class Filling:
+    """Handlers of the reservation events behind Reserve."""
+
+    def __init__(self, state: State, remover: Remover) -> None:
+        self.state = state
+        self.remover = remover
+
+    def commit(self, event: CommitRequested, out: list[Command]) -> None:
+        reservation = self._own(event, Committed, out)
+        if reservation is None:
+            return
+        if reservation.expired:
+            self._commit_expired(reservation, out, more=event.more)
+            return
+        if event.coverage is not None:
+            error = reservation.coverage_error(event.coverage)
+            if error is not None:
+                self._refuse(Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID, error, reservation, out)
+                return
+        reservation.cover(event.coverage)
+        whole = reservation.whole(all_covered=event.coverage is None)
+        left = int(np.count_nonzero((reservation.status == Entry.OPEN) & ~whole))
+        if left and not event.more:
+            text = f"{left} granted blocks are not filled; commit them first, or abort"
+            self._refuse(Kind.FAILED_PRECONDITION, Refusal.RESERVATION_INCOMPLETE, text, reservation, out)
+            return
+        if not event.more:
+            whole[:] = True  # of the orphaned ones, too, the writer is done
+        stored, dropped = self._settle(reservation, whole, out)
+        self.state.stats.blocks_stored += stored
+        self.state.stats.blocks_skipped.update(dropped)
+        reply = Committed(event.reservation, stored, dict(dropped), reservation.open_blocks())
+        out.append(reply)
+        if not event.more:
+            self._finish(reservation, reply, out)
+
+    def abort(self, event: AbortRequested, out: list[Command]) -> None:
+        reservation = self._own(event, Aborted, out)
+        if reservation is None:
+            return
+        reply = Aborted(event.reservation, len(reservation.held_slots()))
+        if not reservation.expired:
+            self._withdraw(reservation)
+        out.append(reply)
+        self._finish(reservation, reply, out)
+
+    def run_out(self, reservation: Reservation, out: list[Command], *, expired: bool) -> None:
+        """Its time is over, or its session is: keys free, slots quarantined while somebody may still write them."""
+        state = self.state
+        state.stats.reservations_expired += expired
+        self._withdraw(reservation)
+        reservation.expired = True
+        reservation.ended = True
+        state.deadlines.note_ended()
+        held = len(reservation.held_slots())
+        if state.sessions[reservation.session].can_map:
+            state.stats.slots_quarantined += held
+            out.append(ReservationEnded(reservation.reservation, reservation.session, held))
+        else:
+            out.append(ReservationEnded(reservation.reservation, reservation.session, 0))
+            self._finish(reservation, self._expired(reservation), out)
+
+    def writer_gone(self, reservation: Reservation, out: list[Command]) -> None:
+        """Nobody can write its slots any more (it has run out before)."""
+        self._finish(reservation, self._expired(reservation), out)
+
+    def _commit_expired(self, reservation: Reservation, out: list[Command], *, more: bool) -> None:
+        refusal = self._expired(reservation)
+        self.state.stats.refused[refusal.reason] += 1
+        out.append(refusal)
+        if not more:  # with more to come, somebody else may still be writing
+            self._finish(reservation, refusal, out)
+
+    def _settle(
+        self, reservation: Reservation, whole: NDArray[np.bool_], out: list[Command]
+    ) -> tuple[int, Counter[Skip]]:
+        """Moves what is whole into the table. Answers how many blocks, and what was dropped why."""
+        dropped: Counter[Skip] = Counter()
+        stored = self._settle_patches(reservation, whole, out)
+        for node, first in sorted(reservation.nodes.items(), key=lambda item: item[1]):
+            stored += self._settle_node(reservation, node, whole[first : first + node.count], out)
+        orphans = whole & (reservation.status == Entry.ORPHANED)
+        if orphans.any():
+            dropped[Skip.ORPHANED] += int(np.count_nonzero(orphans))
+            self._give_back(reservation, orphans)
+        return stored, dropped
+
+    def _settle_patches(self, reservation: Reservation, whole: NDArray[np.bool_], out: list[Command]) -> int:
+        fresh = reservation.fresh
+        if not fresh:
+            return 0
+        ready = whole[:fresh] & (reservation.status[:fresh] == Entry.OPEN)
+        if not ready.any():
+            return 0
+        space = reservation.space
+        entries = np.flatnonzero(ready)
+        self._unmark_patches(reservation, entries)
+        if reservation.pin is None or reservation.pin.node.state == DETACHED:
+            reservation.status[entries] = Entry.ORPHANED
+            return 0
+        for part, slots in reservation.slots.items():
+            here = entries[slots[entries] != NO_SLOT]
+            if len(here):
+                rows = reservation.patch_rows[here]
+                space.table.place(part, rows, slots[here], reservation.generation)
+                self._ask_checksum(reservation, part, rows, out)
+        reservation.status[entries] = Entry.SETTLED
+        return len(entries)
+
+    def _unmark_patches(self, reservation: Reservation, entries: NDArray[np.int64]) -> None:
+        """Others may fill these parts of these blocks again."""
+        for part, busy in reservation.space.patching.items():
+            if part in reservation.slots:
+                granted = entries[reservation.slots[part][entries] != NO_SLOT]
+                busy.difference_update(reservation.patch_rows[granted].tolist())
+
+    def _settle_node(
+        self, reservation: Reservation, node: Node, whole: NDArray[np.bool_], out: list[Command]
+    ) -> int:
+        """Settles the leading whole blocks of one open node."""
+        count = len(whole) if whole.all() else int(np.argmin(whole))
+        if not count:
+            return 0
+        space = reservation.space
+        first = reservation.nodes[node]
+        if count < node.count:
+            node = space.tree.split(node, count)
+        del reservation.nodes[node]
+        rows = node.row_array()
+        for part, slots in reservation.slots.items():
+            mine = slots[first : first + count]
+            if part in space.patching:
+                here = mine != NO_SLOT
+                space.table.place(part, rows[here], mine[here], reservation.generation)
+            else:
+                space.table.place(part, rows, mine, reservation.generation)
+            self._ask_checksum(reservation, part, rows, out)
+        space.table.touched[rows] = self.state.tick
+        reservation.status[first : first + count] = Entry.SETTLED
+        node.owner = None
+        node.state = WAITING
+        self._reveal(node, out)
+        return count
+
+    def _reveal(self, node: Node, out: list[Command]) -> None:
+        """Makes a settled node visible if its parent is, and what waited for it."""
+        if node.parent is None or node.parent.state != VISIBLE:
+            return
+        space = node.space
+        assert space is not None
+        stack = [node]
+        while stack:
+            top = stack.pop()
+            top.state = VISIBLE
+            if self.state.config.publish:
+                parent = space.parent_key(top)
+                out.append(self.state.publish(Change.STORED, space, top.edge, parent, top.start))
+            if top.children:
+                stack.extend(child for child in top.children.values() if child.state == WAITING)
+            else:
+                self.remover.offer_leaf(top)
+
+    def _withdraw(self, reservation: Reservation) -> None:
+        """Frees its keys: what is not settled leaves the tree."""
+        while reservation.nodes:
+            node = min(reservation.nodes, key=reservation.nodes.__getitem__)
+            self.remover.drop_unfinished(node)
+        unfinished = np.flatnonzero(reservation.status[: reservation.fresh] == Entry.OPEN)
+        self._unmark_patches(reservation, unfinished)
+        reservation.status[unfinished] = Entry.ORPHANED
+        self._unpin(reservation)
+
+    def _unpin(self, reservation: Reservation) -> None:
+        if reservation.pin is not None:
+            self.remover.unpin(reservation.pin)
+            reservation.pin = None
+
+    def _finish(self, reservation: Reservation, outcome: Committed | Aborted | Refused, out: list[Command]) -> None:
+        """The end: every slot it still holds comes back. Keys must be free before."""
+        state = self.state
+        assert not reservation.nodes
+        if reservation.expired:
+            if state.sessions[reservation.session].can_map:
+                state.stats.slots_quarantined -= len(reservation.held_slots())
+        else:
+            reservation.ended = True
+            state.deadlines.note_ended()
+        self._give_back(reservation, reservation.status != Entry.SETTLED)
+        self._unpin(reservation)
+        del state.reservations[reservation.reservation]
+        del state.sessions[reservation.session].reservations[reservation.reservation]
+        state.remember_end(reservation.session, reservation.reservation, outcome)
+        self.tell_drained(out)
+
+    def tell_drained(self, out: list[Command]) -> None:
+        """Once, when nothing is being filled any more."""
+        state = self.state
+        if state.draining and not state.drain_told and not state.reservations:
+            state.drain_told = True
+            out.append(DrainFinished())
+
+    def _give_back(self, reservation: Reservation, entries: NDArray[np.bool_]) -> None:
+        pieces = [slots[entries] for slots in reservation.slots.values()]
+        slots = np.concatenate(pieces)
+        reservation.status[entries] = Entry.SETTLED
+        self.remover.release_slots(slots[slots != NO_SLOT])
+
+    def _ask_checksum(self, reservation: Reservation, part: int, rows: NDArray[np.uint32], out: list[Command]) -> None:
+        if not self.state.config.checksum:
+            return
+        space = reservation.space
+        column = space.table.parts[part]
+        rows = rows[column.slots[rows] != NO_SLOT]
+        size = space.spec.parts[part].size_bytes
+        out.append(
+            ComputeChecksum(
+                space.number, part, self.state.host_pool, size, rows, column.slots[rows], column.generations[rows]
+            )
+        )
+
+    def _expired(self, reservation: Reservation) -> Refused:
+        text = "the reservation ran out before it was committed; its blocks were dropped"
+        return Refused(Kind.FAILED_PRECONDITION, Refusal.RESERVATION_EXPIRED, text, reservation.reservation)
+
+    def _own(
+        self, event: CommitRequested | AbortRequested, answer: type[Committed | Aborted], out: list[Command]
+    ) -> Reservation | None:
+        """The reservation if this session may end it; else a refusal, or the answer that a retry missed."""
+        state = self.state
+        reservation = state.reservations.get(event.reservation)
+        if reservation is not None and reservation.session == event.session:
+            return reservation
+        if reservation is not None:
+            text = "the reservation belongs to another session"
+            state.refuse(out, Kind.PERMISSION_DENIED, Refusal.FOREIGN_SESSION, text, event.reservation)
+            return None
+        outcome = state.recent_ends.get(event.session + event.reservation)
+        if isinstance(outcome, (answer, Refused)):
+            out.append(outcome)
+        else:
+            text = "no such reservation; it ended or never was"
+            state.refuse(out, Kind.NOT_FOUND, Refusal.RESERVATION_UNKNOWN, text, event.reservation)
+        return None
+
+    def _refuse(self, kind: Kind, reason: Refusal, text: str, reservation: Reservation, out: list[Command]) -> None:
+        self.state.refuse(out, kind, reason, text, reservation.reservation)

@@ -1,0 +1,281 @@
+"""Reserve: slots for what is missing and being written by nobody else.
+
+Rules: never waits. Room is made synchronously, so what can be granted is granted now, the rest gets its reason. The
+prefix the new blocks hang from is pinned before anything is evicted. New blocks are in the tree (FILLING) from the
+grant on; that is what keeps two reservations off one key and a parent in place while its children are written.
+Must not know: what is filled when (filling does).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixcache.core.commands import Command, Grant, Reserved, SetGenerations
+from prefixcache.core.events import ReserveRequested
+from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Slots
+from prefixcache.core.namespaces import Namespace
+from prefixcache.core.radix import FILLING, ROW_DTYPE, VISIBLE, WAITING, Node, Path, Pin, pin_path
+from prefixcache.core.reasons import Kind, Refusal, Skip
+from prefixcache.core.removal import Remover
+from prefixcache.core.reservations import Reservation
+from prefixcache.core.room import RoomMaker
+from prefixcache.core.state import Session, State
+
+
+class Plan:
+    """What a Reserve may get: which visible blocks lack which optional parts, and how many new blocks follow."""
+
+    __slots__ = ("fresh_from", "fresh_parts", "fresh_want", "patch_blocks", "patch_parts", "patch_rows", "skipped")
+
+    def __init__(self) -> None:
+        self.skipped: Counter[Skip] = Counter()
+        self.patch_blocks: NDArray[np.uint32] = np.empty(0, np.uint32)
+        self.patch_rows: NDArray[np.uint32] = np.empty(0, np.uint32)
+        self.patch_parts: dict[int, NDArray[np.bool_]] = {}  # part -> bool[patches]: is wanted there
+        self.fresh_from = 0
+        self.fresh_want = 0
+        self.fresh_parts: list[int] = []
+
+    def skip(self, reason: Skip, blocks: int) -> None:
+        if blocks > 0:
+            self.skipped[reason] += blocks
+
+
+class Granting:
+    """Handler of ReserveRequested for chained keys (foreign ones: foreign.py)."""
+
+    def __init__(self, state: State, remover: Remover, room: RoomMaker) -> None:
+        self.state = state
+        self.remover = remover
+        self.room = room
+
+    def reserve(self, event: ReserveRequested, now: float, out: list[Command]) -> None:
+        admitted = self.admit(event, out)
+        if admitted is None:
+            return
+        session, space = admitted
+        key_blocks = len(event.keys) // KEY_BYTES
+        if self.state.draining:
+            plan = Plan()
+            plan.skip(Skip.DRAINING, key_blocks - event.from_block)
+            self.nothing(event, plan, now, out)
+            return
+        path = space.tree.walk(event.keys, FILLING)
+        visible = space.visible_blocks(path.nodes, path.blocks)
+        hold = self._use_prefix(space, path, visible)
+        plan = self._plan(event, space, path, visible)
+        grants, patches, fresh = self._allocate(space, plan, out)
+        if patches + fresh == 0:
+            if hold is not None:
+                self.remover.unpin(hold)
+            self.nothing(event, plan, now, out)
+            return
+        blocks = np.concatenate(
+            (plan.patch_blocks[:patches], np.arange(plan.fresh_from, plan.fresh_from + fresh, dtype=np.uint32))
+        )
+        reservation = self.begin(event, session, space, (blocks, grants, plan.skipped, patches), now)
+        if fresh:
+            self._graft(reservation, path, event.keys, fresh)
+        if patches:
+            reservation.pin = hold
+            reservation.patch_rows = plan.patch_rows[:patches]
+            for part in plan.patch_parts:
+                chosen = plan.patch_rows[:patches][reservation.slots[part][:patches] != NO_SLOT]
+                space.patching[part].update(chosen.tolist())
+        elif hold is not None:
+            self.remover.unpin(hold)
+        self.announce(reservation, out)
+
+    def admit(self, event: ReserveRequested, out: list[Command]) -> tuple[Session, Namespace] | None:
+        """Checks everything that can be wrong with a Reserve; answers retries."""
+        state = self.state
+        if not state.good_id(event.reservation, out):
+            return None
+        session = state.live_session(event.session, out, event.reservation)
+        space = state.known_namespace(event.namespace, out, event.reservation) if session is not None else None
+        if session is None or space is None or self._retried(event, space, out):
+            return None
+        if not state.good_keys(event.keys, event.from_block, out, event.reservation):
+            return None
+        if event.part_mask & space.all_mask == 0:
+            text = "part_mask names no part of this namespace"
+            state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID, text, event.reservation)
+        elif len(session.reservations) >= state.limits.max_reservations_per_session:
+            text = f"a session holds at most {state.limits.max_reservations_per_session} reservations"
+            state.refuse(out, Kind.RESOURCE_EXHAUSTED, Refusal.TOO_MANY, text, event.reservation)
+        else:
+            return session, space
+        return None
+
+    def _retried(self, event: ReserveRequested, space: Namespace, out: list[Command]) -> bool:
+        """Answers a Reserve whose reservation is there already."""
+        known = self.state.reservations.get(event.reservation)
+        if known is None:
+            return False
+        if known.session == event.session and known.space is space and not known.expired:
+            out.append(known.reply)
+        else:
+            text = "this reservation id is in use for something else, or has expired"
+            self.state.refuse(out, Kind.ALREADY_EXISTS, Refusal.RESERVATION_TAKEN, text, event.reservation)
+        return True
+
+    def nothing(self, event: ReserveRequested, plan: Plan, now: float, out: list[Command]) -> None:
+        """Answers that no block was granted; there is no reservation then."""
+        self.state.stats.blocks_skipped.update(plan.skipped)
+        out.append(Reserved(event.reservation, np.empty(0, np.uint32), (), 0, dict(plan.skipped), now))
+
+    def begin(
+        self,
+        event: ReserveRequested,
+        session: Session,
+        space: Namespace,
+        granted: tuple[NDArray[np.uint32], dict[int, Slots], Counter[Skip], int],
+        now: float,
+    ) -> Reservation:
+        """Makes the reservation. granted: block numbers, slots by part, skipped blocks, how many are patches."""
+        state = self.state
+        blocks, slots, skipped, patches = granted
+        state.stats.blocks_skipped.update(skipped)
+        grants = tuple(Grant(part, state.host_pool, each) for part, each in slots.items())
+        expires_at = now + state.clipped_ttl(event.ttl_s)
+        generation = state.next_generation()
+        reply = Reserved(event.reservation, blocks, grants, generation, dict(skipped), expires_at)
+        reservation = Reservation(space, event.session, reply, patches)
+        state.reservations[event.reservation] = reservation
+        session.reservations[event.reservation] = reservation
+        state.recent_ends.pop(event.session + event.reservation, None)
+        state.deadlines.add(reservation)
+        return reservation
+
+    def announce(self, reservation: Reservation, out: list[Command]) -> None:
+        """The generations go into the control page before the grant leaves."""
+        slots = reservation.held_slots()
+        out.append(SetGenerations(self.state.host_pool, slots, reservation.generation))
+        out.append(reservation.reply)
+
+    def _use_prefix(self, space: Namespace, path: Path, visible: int) -> Pin | None:
+        """Pins and touches the visible part of the path."""
+        if not visible:
+            return None
+        nodes = [node for node in path.nodes if node.start < visible]
+        seen = Path(nodes, visible)
+        space.table.touched[np.frombuffer(seen.packed_rows(), ROW_DTYPE)] = self.state.tick
+        last = nodes[-1]
+        if last.children is None and last.end == visible:
+            space.policy.touch_leaf(last, self.state.tick)
+        return pin_path(seen)
+
+    def _plan(self, event: ReserveRequested, space: Namespace, path: Path, visible: int) -> Plan:
+        plan = Plan()
+        key_blocks = len(event.keys) // KEY_BYTES
+        mask = event.part_mask & space.all_mask
+        if visible > event.from_block:
+            self._plan_patches(event, space, path, visible, plan)
+        plan.skip(Skip.BEING_WRITTEN, path.blocks - max(visible, event.from_block))
+        plan.fresh_from = max(path.blocks, event.from_block)
+        missing = key_blocks - plan.fresh_from
+        if missing <= 0:
+            return plan
+        if path.blocks < event.from_block and space.has_full:
+            plan.skip(Skip.PARENT_MISSING, missing)
+        elif mask & space.full_mask != space.full_mask:
+            plan.skip(Skip.PARTS_MISSING, missing)
+        elif not space.has_full and space.table.used + key_blocks - path.blocks > self.state.limits.max_bare_blocks:
+            plan.skip(Skip.QUOTA, missing)
+        else:
+            plan.fresh_want = missing
+            plan.fresh_parts = [part for part in range(len(space.strides)) if mask >> part & 1]
+        return plan
+
+    def _plan_patches(
+        self, event: ReserveRequested, space: Namespace, path: Path, visible: int, plan: Plan
+    ) -> None:
+        """Visible blocks may lack parts of sliding and state groups; those can be filled in."""
+        count = visible - event.from_block
+        parts = [part for part in space.optional_parts if event.part_mask >> part & 1]
+        if not parts:
+            plan.skip(Skip.ALREADY_STORED, count)
+            return
+        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)[event.from_block : visible]
+        lacking = {}
+        taken = np.zeros(count, np.bool_)
+        for part in parts:
+            lacks = space.table.parts[part].slots[rows] == NO_SLOT
+            if space.patching[part] and lacks.any():
+                busy = lacks & np.isin(rows, np.fromiter(space.patching[part], np.uint32))
+                taken |= busy
+                lacks &= ~busy
+            lacking[part] = lacks
+        wanted = np.logical_or.reduce(list(lacking.values()))
+        plan.patch_rows = rows[wanted]
+        plan.patch_blocks = (event.from_block + np.flatnonzero(wanted)).astype(np.uint32)
+        plan.patch_parts = {part: lacks[wanted] for part, lacks in lacking.items() if lacks.any()}
+        busy_only = int(np.count_nonzero(taken & ~wanted))
+        plan.skip(Skip.BEING_WRITTEN, busy_only)
+        plan.skip(Skip.ALREADY_STORED, count - int(np.count_nonzero(wanted)) - busy_only)
+
+    def _allocate(self, space: Namespace, plan: Plan, out: list[Command]) -> tuple[dict[int, Slots], int, int]:
+        """Slots for patches and fresh blocks: (slots by part over both, patches granted, fresh blocks granted)."""
+        patches = len(plan.patch_blocks)
+        patch_slots = self._allocate_patches(space, plan, out)
+        if patch_slots is None:
+            plan.skip(Skip.POOL_FULL, patches)
+            plan.patch_parts, patches = {}, 0
+            patch_slots = {}
+        fresh_slots: dict[int, Slots] = {}
+        if plan.fresh_want:
+            fresh_slots = self.room.allocate(space, plan.fresh_parts, plan.fresh_want, out)
+        fresh = len(next(iter(fresh_slots.values()))) if fresh_slots else 0
+        plan.skip(Skip.POOL_FULL, plan.fresh_want - fresh)
+        slots = {}
+        for part in sorted({*patch_slots, *(fresh_slots if fresh else ())}):
+            head = patch_slots.get(part, np.full(patches, NO_SLOT, np.uint32))
+            tail = fresh_slots.get(part, np.full(fresh, NO_SLOT, np.uint32)) if fresh else head[:0]
+            slots[part] = np.concatenate((head, tail))
+        return slots, patches, fresh
+
+    def _allocate_patches(self, space: Namespace, plan: Plan, out: list[Command]) -> dict[int, Slots] | None:
+        """All patches or none: they are few, and half of one is of no use."""
+        slots: dict[int, Slots] = {}
+        for part, wanted in plan.patch_parts.items():
+            count = int(np.count_nonzero(wanted))
+            got = self.room.allocate(space, [part], count, out)[part]
+            slots[part] = np.full(len(wanted), NO_SLOT, np.uint32)
+            slots[part][np.flatnonzero(wanted)[: len(got)]] = got
+            if len(got) < count:
+                for taken in slots.values():
+                    self.remover.release_slots(taken[taken != NO_SLOT])
+                return None
+        return slots
+
+    def _graft(self, reservation: Reservation, path: Path, keys: bytes, fresh: int) -> None:
+        """Puts the granted blocks (and bare links up to them) into the tree."""
+        space = reservation.space
+        first = len(reservation.blocks) - fresh
+        start = int(reservation.blocks[first])
+        if path.blocks < start:
+            path = self._graft_bare(space, path, keys, start)
+        edge = keys[start * KEY_BYTES : (start + fresh) * KEY_BYTES]
+        node = self._graft_node(space, path, edge)
+        node.state = FILLING
+        node.owner = reservation
+        reservation.nodes[node] = first
+
+    def _graft_bare(self, space: Namespace, path: Path, keys: bytes, end: int) -> Path:
+        node = self._graft_node(space, path, keys[path.blocks * KEY_BYTES : end * KEY_BYTES])
+        parent = node.parent
+        assert parent is not None
+        node.state = VISIBLE if parent.state == VISIBLE else WAITING
+        space.table.touched[node.row_array()] = self.state.tick
+        return Path([*path.nodes, node], end)
+
+    def _graft_node(self, space: Namespace, path: Path, edge: bytes) -> Node:
+        rows = space.table.allocate(len(edge) // KEY_BYTES)
+        node = space.tree.graft(path, edge, rows.astype(ROW_DTYPE).tobytes())
+        parent = node.parent
+        if parent is not None:
+            space.policy.remove_leaf(parent)
+        return node

@@ -1,0 +1,34 @@
+"""A lease: the promise that slots stay valid until it ends.
+
+Rules: one pin per lease (per key in a foreign namespace), never one per block. Its tokens are pending exactly as long
+as it lives. Must not know: how it came about or who ends it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prefixcache.core.commands import Acquired
+from prefixcache.core.ids import LeaseId, SessionId
+from prefixcache.core.radix import Pin
+
+if TYPE_CHECKING:
+    from prefixcache.core.namespaces import Namespace
+
+
+class Lease:
+    """`reply` is kept for a retried Acquire. `serial` orders leases: slots that were moved away under a lease come back
+    when every lease that is older than the move has ended."""
+
+    __slots__ = ("deadline", "ended", "lease", "pins", "planned_tokens", "reply", "serial", "session", "space")
+
+    def __init__(self, lease: LeaseId, session: SessionId, space: Namespace, pins: list[Pin], reply: Acquired) -> None:
+        self.lease = lease
+        self.session = session
+        self.space = space
+        self.pins = pins
+        self.reply = reply
+        self.deadline = reply.expires_at
+        self.planned_tokens = reply.planned_blocks * space.block_tokens
+        self.serial = 0
+        self.ended = False

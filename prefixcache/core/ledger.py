@@ -1,0 +1,47 @@
+"""The closed sum (design rule 6) and every other count the core keeps.
+
+Rules: `looked_up == sum(hit) + sum(miss) + pending` after every event; a token leaves `pending` once, when its lease
+ends. Counts only grow, except `pending`. Must not know: who asks, in which form it is shown.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from prefixcache.core.ids import Tier
+from prefixcache.core.reasons import Miss, Skip
+
+
+class TokenLedger:
+    """Tokens looked up and what became of them."""
+
+    __slots__ = ("hit", "looked_up", "miss", "pending")
+
+    def __init__(self) -> None:
+        self.looked_up = 0
+        self.hit = [0] * len(Tier)
+        self.miss: Counter[Miss] = Counter()
+        self.pending = 0
+
+    def is_closed(self) -> bool:
+        """Whether the sum closes right now."""
+        return self.looked_up == sum(self.hit) + self.miss.total() + self.pending and self.pending >= 0
+
+
+class Stats:
+    """All counters. Unit in the name; `blocks_skipped` is by reason."""
+
+    def __init__(self) -> None:
+        self.tokens = TokenLedger()
+        self.acquires = 0
+        self.lookups = 0
+        self.blocks_stored = 0
+        self.blocks_evicted = 0
+        self.blocks_cleared = 0
+        self.parts_failed_verification = 0
+        self.blocks_skipped: Counter[Skip] = Counter()
+        self.leases_expired = 0
+        self.reservations_expired = 0
+        self.slots_quarantined = 0  # now, not ever
+        self.slots_moved = 0
+        self.refused: Counter[str] = Counter()

@@ -1,0 +1,137 @@
+"""One namespace: its spec, index, table and what a prefix needs to be restorable.
+
+Rules: where a namespace has a full group, a block is in the tree exactly while all its full parts are stored (or being
+filled); blocks without any part ("bare") exist only in namespaces without a full group, as links to later blocks.
+Must not know: sessions, leases, slots' allocation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixcache.core.ids import KEY_BYTES, NO_SLOT, GroupKind, NamespaceId, NamespaceKind, Rows
+from prefixcache.core.policy.base import EvictionPolicy
+from prefixcache.core.radix import VISIBLE, Node, RadixTree
+from prefixcache.core.spec import GroupSpec, NamespaceSpec
+from prefixcache.core.table import BlockTable
+
+
+class ForeignIndex(RadixTree):
+    """Opaque keys: every node is one block, found by its key alone; parents only matter for what may leave."""
+
+    def __init__(self, space: Namespace | None = None) -> None:
+        super().__init__(space)
+        self.by_key: dict[bytes, Node] = {}
+
+    def add(self, parent: Node | None, key: bytes, row: bytes) -> Node:
+        above = parent or self.root
+        node = Node(self.space, above, 0, key, row)
+        if above.children is None:
+            above.children = {}
+        above.children[key] = node
+        self.by_key[key] = node
+        return node
+
+    def present(self, keys: bytes) -> list[Node | None]:
+        """The visible node of each key."""
+        found = [self.by_key.get(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+        return [node if node is not None and node.state == VISIBLE else None for node in found]
+
+    def unlink(self, node: Node) -> None:
+        super().unlink(node)
+        self.forget(node)
+
+    def forget(self, node: Node) -> None:
+        """Makes the key free for another node."""
+        if self.by_key.get(node.edge) is node:
+            del self.by_key[node.edge]
+
+
+class Namespace:
+    """Everything kept for one fingerprint."""
+
+    def __init__(self, number: NamespaceId, fingerprint: bytes, spec: NamespaceSpec, policy: EvictionPolicy) -> None:
+        self.number = number
+        self.fingerprint = fingerprint
+        self.spec = spec
+        self.policy = policy
+        self.block_tokens = spec.block_tokens
+        self.strides = tuple(part.stride_bytes for part in spec.parts)
+        self.table = BlockTable(len(spec.parts))
+        self.foreign = ForeignIndex(self) if spec.kind is NamespaceKind.FOREIGN else None
+        self.tree: RadixTree = self.foreign or RadixTree(self)
+        self.all_mask = (1 << len(spec.parts)) - 1
+        self.full_mask = _full_mask(spec)
+        self.optional_parts = tuple(p for p in range(len(spec.parts)) if not self.full_mask >> p & 1)
+        self.windows = tuple(_window_blocks(group, spec.block_tokens) for group in spec.groups)
+        # Rows that reservations are filling the missing optional parts of, per part.
+        self.patching: dict[int, set[int]] = {part: set() for part in self.optional_parts}
+        self.limbo: set[Node] = set()  # roots over cleared subtrees that leases still hold
+
+    @property
+    def has_full(self) -> bool:
+        return bool(self.full_mask)
+
+    def restorable(self, rows: Rows, from_block: int, end: int) -> int:
+        """The longest n <= end such that a prefix of n blocks can be restored by somebody who has the blocks below
+        `from_block`. rows: of the matched path from block 0, at least `end` of them."""
+        if not self.optional_parts or end <= from_block:
+            return end
+        good = np.ones(end - from_block, np.bool_)
+        places = np.arange(from_block, end)
+        for group, window in enumerate(self.windows):
+            if window is None:
+                continue
+            # Blocks the caller has itself count as present, so only gaps from from_block on matter.
+            gaps = np.where(self.group_present(group, rows[from_block:end]), -1, places)
+            last_gap = np.maximum.accumulate(gaps)
+            good &= last_gap <= places - window
+        found = np.flatnonzero(good)
+        return from_block + int(found[-1]) + 1 if len(found) else from_block
+
+    def group_present(self, group: int, rows: Rows) -> NDArray[np.bool_]:
+        """bool[n]: which rows have every part of a group."""
+        present = np.ones(len(rows), np.bool_)
+        for index, part in enumerate(self.spec.parts):
+            if part.group == group:
+                present &= self.table.parts[index].slots[rows] != NO_SLOT
+        return present
+
+    def needed_from(self, part: int, from_block: int, end: int) -> int:
+        """First block of a prefix of `end` blocks whose `part` has to be read."""
+        window = self.windows[self.spec.parts[part].group]
+        return from_block if window is None else max(from_block, end - window)
+
+    def tail_tick(self, node: Node) -> int:
+        """When the tail of a (not empty) node was last used."""
+        return int(self.table.touched[int.from_bytes(node.rows[-4:], "little")])
+
+    def parent_key(self, node: Node) -> bytes:
+        """The key in front of `node` (empty at the root)."""
+        parent = node.parent
+        return parent.edge[-KEY_BYTES:] if parent is not None else b""
+
+    def is_leaf(self, node: Node) -> bool:
+        """Whether a policy may order this node."""
+        return not node.children and node.state == VISIBLE and node.parent is not None
+
+    def visible_blocks(self, nodes: list[Node], blocks: int) -> int:
+        """How many leading blocks of a walked path are visible."""
+        for node in nodes:
+            if node.state != VISIBLE:
+                return min(blocks, node.start)
+        return blocks
+
+
+def _window_blocks(group: GroupSpec, block_tokens: int) -> int | None:
+    """How many of the last blocks a group needs; None: all of them."""
+    if group.kind is GroupKind.FULL:
+        return None
+    if group.kind is GroupKind.STATE:
+        return 1
+    return -(-(group.window_tokens - 1) // block_tokens)
+
+
+def _full_mask(spec: NamespaceSpec) -> int:
+    return sum(1 << index for index, part in enumerate(spec.parts) if spec.groups[part.group].kind is GroupKind.FULL)

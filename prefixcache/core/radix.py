@@ -1,0 +1,247 @@
+"""Path-compressed radix tree over packed block keys.
+
+Rules: an edge is `bytes` of packed keys, compared with one `startswith`, which runs at memory speed; that is why the
+tree is neither a dict per block (a Python object per block costs more than everything else together) nor an extension.
+Walking changes nothing. Only `graft` and the callers of `split` change the shape. A node's last block is its tail; a
+tail goes before what is in front of it. A pin protects a path up to a depth: one object per lease, not one per block.
+Must not know: slots, sessions, policies. Rows are opaque u32 numbers, packed like the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from prefixcache.core.ids import KEY_BYTES, Rows
+
+if TYPE_CHECKING:
+    from prefixcache.core.namespaces import Namespace
+    from prefixcache.core.reservations import Reservation
+
+ROW_BYTES: Final = 4
+ROW_DTYPE: Final = np.dtype("<u4")
+
+# States of a node, in the order of what a walk may pass. Plain ints: they are compared on every step of a lookup.
+VISIBLE: Final = 0
+WAITING: Final = 1  # committed, its parent is not visible yet
+FILLING: Final = 2  # a reservation's; nothing to see
+DETACHED: Final = 3  # cleared while leased: unreachable, goes with its last pin
+
+NOT_QUEUED: Final = -1  # `Node.rank`, which belongs to the policy
+
+
+class Pin:
+    """Protects the blocks of `node`'s path with a number below `depth` (node.start < depth <= node.end)."""
+
+    __slots__ = ("depth", "node")
+
+    def __init__(self, node: Node, depth: int) -> None:
+        self.node = node
+        self.depth = depth
+
+
+class Node:
+    """A run of blocks `[start, start + count)` of one path; `rows` holds one u32 per key of `edge`."""
+
+    __slots__ = ("children", "edge", "owner", "parent", "pins", "rank", "rows", "space", "start", "state", "tick")
+
+    def __init__(self, space: Namespace | None, parent: Node | None, start: int, edge: bytes, rows: bytes) -> None:
+        self.space = space
+        self.parent = parent
+        self.start = start
+        self.edge = edge
+        self.rows = rows
+        self.children: dict[bytes, Node] | None = None
+        self.pins: set[Pin] | None = None
+        self.owner: Reservation | None = None
+        self.state = VISIBLE
+        self.rank = NOT_QUEUED
+        self.tick = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.rows) // ROW_BYTES
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.rows) // ROW_BYTES
+
+    def row_array(self) -> Rows:
+        """Row numbers of its blocks, read-only u32[count]."""
+        return np.frombuffer(self.rows, ROW_DTYPE)
+
+    def pinned_depth(self) -> int:
+        """The depth below which its own blocks are pinned (`start` if none is)."""
+        return max((pin.depth for pin in self.pins), default=self.start) if self.pins else self.start
+
+
+class Path:
+    """What a walk found: nodes from the root's child on, `blocks` keys deep (the last node maybe in part)."""
+
+    __slots__ = ("blocks", "nodes")
+
+    def __init__(self, nodes: list[Node], blocks: int) -> None:
+        self.nodes = nodes
+        self.blocks = blocks
+
+    def packed_rows(self) -> bytes:
+        """Rows of all its blocks, packed u32."""
+        nodes = self.nodes
+        if not nodes:
+            return b""
+        last = nodes[-1]
+        wanted = (self.blocks - last.start) * ROW_BYTES
+        if len(nodes) == 1:
+            return last.rows if len(last.rows) == wanted else last.rows[:wanted]
+        parts = [node.rows for node in nodes]
+        if len(last.rows) != wanted:
+            parts[-1] = last.rows[:wanted]
+        return b"".join(parts)
+
+
+class RadixTree:
+    """One namespace's tree."""
+
+    def __init__(self, space: Namespace | None = None) -> None:
+        self.root = Node(space, None, 0, b"", b"")
+        self.space = space
+
+    def walk(self, keys: bytes, highest: int = VISIBLE) -> Path:
+        """The longest path along `keys` through nodes whose state is at most `highest`."""
+        nodes: list[Node] = []
+        children = self.root.children
+        offset = 0
+        size = len(keys)
+        while children is not None and offset < size:
+            child = children.get(keys[offset : offset + KEY_BYTES])
+            if child is None or child.state > highest:
+                break
+            nodes.append(child)
+            edge = child.edge
+            if not keys.startswith(edge, offset):
+                offset += _common_bytes(edge, keys, offset)
+                break
+            offset += len(edge)
+            children = child.children
+        return Path(nodes, offset // KEY_BYTES)
+
+    def next_after(self, path: Path, keys: bytes) -> Node | None:
+        """The node that continues `keys` behind `path`, whatever its state (None: nothing does)."""
+        if path.nodes and path.nodes[-1].end != path.blocks:
+            return None
+        children = (path.nodes[-1] if path.nodes else self.root).children
+        at = path.blocks * KEY_BYTES
+        return children.get(keys[at : at + KEY_BYTES]) if children is not None else None
+
+    def graft(self, path: Path, edge: bytes, rows: bytes) -> Node:
+        """Adds `edge` (not empty, first key not there yet) as a new child where `path` ends, splitting its last node
+        if the path ends inside it."""
+        parent = self.root
+        if path.nodes:
+            parent = path.nodes[-1]
+            if parent.end != path.blocks:
+                parent = self.split(parent, path.blocks - parent.start)
+        node = Node(self.space, parent, path.blocks, edge, rows)
+        if parent.children is None:
+            parent.children = {}
+        parent.children[edge[:KEY_BYTES]] = node
+        return node
+
+    def split(self, node: Node, count: int) -> Node:
+        """Puts the first `count` blocks (0 < count < node.count) into a new node above `node` and returns that.
+
+        `node` keeps its identity for the tail, its children and its place in the policy's order. A reservation that
+        fills it then fills both."""
+        parent = node.parent
+        assert parent is not None and parent.children is not None and 0 < count < node.count
+        at = count * KEY_BYTES
+        upper = Node(node.space, parent, node.start, node.edge[:at], node.rows[: count * ROW_BYTES])
+        upper.state = node.state
+        if node.owner is not None:
+            upper.owner = node.owner
+            node.owner.nodes[upper] = node.owner.nodes[node]
+            node.owner.nodes[node] += count
+        upper.tick = node.tick
+        parent.children[upper.edge[:KEY_BYTES]] = upper
+        node.edge = node.edge[at:]
+        node.rows = node.rows[count * ROW_BYTES :]
+        node.start += count
+        node.parent = upper
+        upper.children = {node.edge[:KEY_BYTES]: node}
+        if node.pins:
+            moved = {pin for pin in node.pins if pin.depth <= node.start}
+            for pin in moved:
+                pin.node = upper
+            upper.pins = moved or None
+            node.pins = (node.pins - moved) or None
+        return upper
+
+    def cut_tail(self, node: Node, count: int) -> Rows:
+        """Takes the last `count` blocks off a node without children and returns their rows. A node left empty leaves
+        its parent; its `parent` link stays for the caller to look at."""
+        assert not node.children and 0 < count <= node.count
+        keep = node.count - count
+        gone = node.row_array()[keep:]
+        if keep:
+            node.edge = node.edge[: keep * KEY_BYTES]
+            node.rows = node.rows[: keep * ROW_BYTES]
+        else:
+            self.unlink(node)
+            node.edge = node.rows = b""
+        return gone
+
+    def unlink(self, node: Node) -> None:
+        """Takes `node` with all below it out of its parent."""
+        parent = node.parent
+        assert parent is not None and parent.children is not None
+        taken = parent.children.pop(node.edge[:KEY_BYTES])
+        assert taken is node
+        if not parent.children:
+            parent.children = None
+
+
+def pin_path(path: Path) -> Pin:
+    """Pins all of `path` (not empty)."""
+    node = path.nodes[-1]
+    pin = Pin(node, path.blocks)
+    if node.pins is None:
+        node.pins = {pin}
+    else:
+        node.pins.add(pin)
+    return pin
+
+
+def unpin(pin: Pin) -> Node:
+    """Takes a pin off and returns the node it was on."""
+    node = pin.node
+    pins = node.pins
+    assert pins is not None
+    pins.remove(pin)
+    if not pins:
+        node.pins = None
+    return node
+
+
+def subtree(node: Node) -> Iterator[Node]:
+    """`node` and all below it, parents first. The tree must not change meanwhile (take a list where it does)."""
+    stack = [node]
+    while stack:
+        top = stack.pop()
+        yield top
+        if top.children:
+            stack.extend(top.children.values())
+
+
+def _common_bytes(edge: bytes, keys: bytes, offset: int) -> int:
+    """Bytes of whole keys that `edge` and `keys[offset:]` share, by halving; they are known to share the first key."""
+    low, high = 1, min(len(edge), len(keys) - offset) // KEY_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        # What is below `low` is known to be equal, so every byte is compared about twice at most.
+        if edge[low * KEY_BYTES : middle * KEY_BYTES] == keys[offset + low * KEY_BYTES : offset + middle * KEY_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low * KEY_BYTES

@@ -1,0 +1,111 @@
+"""A reservation: slots being filled by one writer, and how far it got.
+
+Rules: its slots belong to it and to nobody else from the grant until its settled blocks' slots move to the table or
+the writer is known to be done. Its blocks are the entries `0..n-1`; first the patches (blocks that are visible and get
+a part they lack), then the fresh ones (new nodes of the tree, in `nodes`). Must not know: the allocator, the policies.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixcache.core.commands import Reserved
+from prefixcache.core.events import Coverage
+from prefixcache.core.ids import NO_SLOT, ReservationId, SessionId, Slots
+from prefixcache.core.radix import Node, Pin
+
+if TYPE_CHECKING:
+    from prefixcache.core.namespaces import Namespace
+
+
+class Entry(IntEnum):
+    """State of one granted block."""
+
+    OPEN = 0
+    SETTLED = 1  # its slots are the table's now
+    ORPHANED = 2  # it can never become visible; its slots stay until the writer is done
+
+
+class Reservation:
+    """See the module's rules. `expired`: keys are free, slots are quarantined."""
+
+    __slots__ = (
+        "blocks", "covered", "deadline", "ended", "expired", "fresh", "generation", "nodes", "patch_rows", "pin",
+        "reply", "reservation", "session", "slots", "space", "status",
+    )  # fmt: skip
+
+    def __init__(self, space: Namespace, session: SessionId, reply: Reserved, fresh: int) -> None:
+        self.space = space
+        self.session = session
+        self.reservation: ReservationId = reply.reservation
+        self.reply = reply
+        self.blocks = reply.blocks
+        self.generation = reply.generation
+        self.slots: dict[int, Slots] = {grant.part: grant.slots for grant in reply.grants}
+        self.fresh = fresh
+        self.nodes: dict[Node, int] = {}  # open nodes -> index of their first entry
+        self.patch_rows: NDArray[np.uint32] = np.empty(0, np.uint32)
+        self.pin: Pin | None = None
+        self.status: NDArray[np.uint8] = np.zeros(len(reply.blocks), np.uint8)
+        self.covered: dict[int, NDArray[np.bool_]] | None = None  # part -> bool[entries, heads]
+        self.deadline = reply.expires_at
+        self.expired = False
+        self.ended = False
+
+    def held_slots(self) -> Slots:
+        """Every slot that is still its own (not settled)."""
+        mine = self.status != Entry.SETTLED
+        pieces = [slots[mine & (slots != NO_SLOT)] for slots in self.slots.values()]
+        return np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
+
+    def open_blocks(self) -> int:
+        return int(np.count_nonzero(self.status == Entry.OPEN))
+
+    def cover(self, coverage: tuple[Coverage, ...] | None) -> None:
+        """Notes what was filled. Out-of-range coverage must have been refused before (`coverage_error`)."""
+        if coverage is None and self.covered is None:
+            return
+        covered = self._coverage()
+        if coverage is None:
+            for heads in covered.values():
+                heads[:] = True
+            return
+        for piece in coverage:
+            low, high = np.searchsorted(self.blocks, (piece.first_block, piece.first_block + piece.block_count))
+            last = None if piece.head_count is None else piece.first_head + piece.head_count
+            covered[piece.part][low:high, piece.first_head : last] = True
+
+    def coverage_error(self, coverage: tuple[Coverage, ...]) -> str | None:
+        """What is wrong with a coverage, or None."""
+        for piece in coverage:
+            if piece.part not in self.slots:
+                return f"part {piece.part} is not one of those granted"
+            heads = self.space.spec.parts[piece.part].kv_heads
+            count = heads - piece.first_head if piece.head_count is None else piece.head_count
+            if piece.first_head < 0 or count <= 0 or piece.first_head + count > heads:
+                return f"heads {piece.first_head}+{count} are not within the {heads} of part {piece.part}"
+            if piece.block_count <= 0 or piece.first_block < 0 or piece.first_block + piece.block_count > NO_SLOT:
+                return "a coverage needs at least one block, all within u32"
+            low, high = np.searchsorted(self.blocks, (piece.first_block, piece.first_block + piece.block_count))
+            if high - low != piece.block_count:
+                return f"blocks {piece.first_block}+{piece.block_count} were not all granted"
+        return None
+
+    def whole(self, *, all_covered: bool) -> NDArray[np.bool_]:
+        """bool[n]: entries of which every granted part is covered."""
+        whole = np.ones(len(self.blocks), np.bool_)
+        if all_covered and self.covered is None:
+            return whole
+        for part, heads in self._coverage().items():
+            whole &= heads.all(axis=1) | (self.slots[part] == NO_SLOT)
+        return whole
+
+    def _coverage(self) -> dict[int, NDArray[np.bool_]]:
+        if self.covered is None:
+            parts = self.space.spec.parts
+            self.covered = {part: np.zeros((len(self.blocks), parts[part].kv_heads), np.bool_) for part in self.slots}
+        return self.covered

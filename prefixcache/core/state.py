@@ -1,0 +1,156 @@
+"""All state of one planner in one place, and the few steps every concern shares.
+
+Rules: no decisions in here; the modules by concern (acquiring, filling, removal, ...) decide and change it. Everything
+in here is bounded by `Limits` or by the pool.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from prefixcache.core.commands import Aborted, Change, Command, Committed, Published, Refused
+from prefixcache.core.deadlines import Deadlines
+from prefixcache.core.ids import ID_BYTES, KEY_BYTES, LeaseId, NamespaceId, ReservationId, SessionId, Tier
+from prefixcache.core.leases import Lease
+from prefixcache.core.ledger import Stats
+from prefixcache.core.namespaces import Namespace
+from prefixcache.core.policy.base import EvictionPolicy
+from prefixcache.core.policy.lru import LeafLru
+from prefixcache.core.reasons import Kind, Refusal
+from prefixcache.core.reservations import Reservation
+from prefixcache.core.slots import SlabPool
+from prefixcache.core.spec import PlannerConfig
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One worker. `ended`: only kept because slots of it are quarantined until its process is gone."""
+
+    session: SessionId
+    can_map: bool
+    name: str
+    leases: dict[LeaseId, Lease] = field(default_factory=dict)
+    reservations: dict[ReservationId, Reservation] = field(default_factory=dict)
+    ended: bool = False
+
+
+class State:
+    """See the module's rules. `out` arguments are the list of commands the current event answers."""
+
+    def __init__(self, config: PlannerConfig) -> None:
+        self.config = config
+        self.limits = config.limits
+        self.pools = {spec.pool: SlabPool(spec, config.ready_bytes) for spec in config.pools}
+        hosts = [spec.pool for spec in config.pools if spec.tier is Tier.HOST]
+        if len(hosts) != 1 or config.first_generation <= 0:
+            raise ValueError("a planner needs exactly one host pool and a first generation above 0")
+        self.host = self.pools[hosts[0]]
+        self.host_pool = hosts[0]
+        self.sessions: dict[SessionId, Session] = {}
+        self.namespaces: dict[NamespaceId, Namespace] = {}
+        self.by_fingerprint: dict[bytes, Namespace] = {}
+        self.leases: dict[LeaseId, Lease] = {}
+        self.reservations: dict[ReservationId, Reservation] = {}
+        self.policies: dict[tuple[int, ...], EvictionPolicy] = {}
+        self.deadlines = Deadlines()
+        self.stats = Stats()
+        self.expired_leases: OrderedDict[LeaseId, None] = OrderedDict()
+        self.recent_ends: OrderedDict[bytes, Committed | Aborted | Refused] = OrderedDict()
+        self.tick = 0
+        self.serial = 0
+        self.sequence = 0
+        self.generation = config.first_generation
+        self.draining = False
+        self.drain_told = False
+
+    def forget_all(self) -> None:
+        """Back to an empty pool without namespaces (a snapshot that broke half-way)."""
+        self.namespaces.clear()
+        self.by_fingerprint.clear()
+        self.policies.clear()
+        for number, pool in self.pools.items():
+            self.pools[number] = SlabPool(pool.spec, pool.ready_bytes)
+        self.host = self.pools[self.host_pool]
+
+    def next_generation(self) -> int:
+        self.generation += 1
+        return self.generation - 1
+
+    def next_serial(self) -> int:
+        self.serial += 1
+        return self.serial
+
+    def policy_for(self, strides: tuple[int, ...]) -> EvictionPolicy:
+        """One policy for all namespaces whose blocks take the same slots."""
+        signature = tuple(sorted(strides))
+        policy = self.policies.get(signature)
+        if policy is None:
+            policy = self.policies[signature] = LeafLru()
+        return policy
+
+    def remember_end(
+        self, session: SessionId, reservation: ReservationId, outcome: Committed | Aborted | Refused
+    ) -> None:
+        """So that a retried Commit or Abort learns what the first one did."""
+        self.recent_ends[session + reservation] = outcome
+        if len(self.recent_ends) > self.limits.recent_ends:
+            self.recent_ends.popitem(last=False)
+
+    def remember_expired(self, lease: LeaseId) -> None:
+        """So that a late Release is told what happened."""
+        self.expired_leases[lease] = None
+        if len(self.expired_leases) > self.limits.recent_ends:
+            self.expired_leases.popitem(last=False)
+
+    def publish(self, change: Change, space: Namespace, keys: bytes, parent: bytes, first_block: int) -> Published:
+        self.sequence += 1
+        return Published(self.sequence, change, space.number, keys, parent, first_block, Tier.HOST)
+
+    def clipped_ttl(self, ttl_s: float) -> float:
+        """The time a client asked for, within the bounds (not a number: the shortest)."""
+        limits = self.limits
+        return min(ttl_s, limits.max_ttl_s) if ttl_s > limits.min_ttl_s else limits.min_ttl_s
+
+    def refuse(self, out: list[Command], kind: Kind, reason: Refusal, message: str, subject: bytes = b"") -> None:
+        self.stats.refused[reason] += 1
+        out.append(Refused(kind, reason, message, subject))
+
+    def live_session(self, session: SessionId, out: list[Command], subject: bytes = b"") -> Session | None:
+        """The session if it may do things, else a refusal."""
+        found = self.sessions.get(session)
+        if found is None:
+            self.refuse(out, Kind.NOT_FOUND, Refusal.SESSION_UNKNOWN, "no such session; open one", subject)
+        elif found.ended:
+            self.refuse(out, Kind.FAILED_PRECONDITION, Refusal.SESSION_ENDED, "the session has ended", subject)
+        else:
+            return found
+        return None
+
+    def known_namespace(self, namespace: NamespaceId, out: list[Command], subject: bytes = b"") -> Namespace | None:
+        found = self.namespaces.get(namespace)
+        if found is None:
+            self.refuse(out, Kind.NOT_FOUND, Refusal.NAMESPACE_UNKNOWN, "no such namespace; open it first", subject)
+        return found
+
+    def good_id(self, value: bytes, out: list[Command]) -> bool:
+        if isinstance(value, bytes) and len(value) == ID_BYTES:
+            return True
+        self.refuse(out, Kind.INVALID_ARGUMENT, Refusal.ID_INVALID, f"ids are {ID_BYTES} bytes")
+        return False
+
+    def good_keys(self, keys: bytes, from_block: int, out: list[Command], subject: bytes = b"") -> bool:
+        """Whole keys, not too many, and `from_block` within them."""
+        size = len(keys)
+        if size % KEY_BYTES:
+            text = f"keys are {KEY_BYTES} bytes each; {size} is not a multiple"
+            self.refuse(out, Kind.INVALID_ARGUMENT, Refusal.KEYS_INVALID, text, subject)
+        elif size > self.limits.max_keys * KEY_BYTES:
+            text = f"{size // KEY_BYTES} keys; the limit is {self.limits.max_keys}"
+            self.refuse(out, Kind.INVALID_ARGUMENT, Refusal.KEYS_INVALID, text, subject)
+        elif not 0 <= from_block <= size // KEY_BYTES:
+            text = f"from_block {from_block} is not within the {size // KEY_BYTES} keys"
+            self.refuse(out, Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID, text, subject)
+        else:
+            return True
+        return False

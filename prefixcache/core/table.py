@@ -1,0 +1,146 @@
+"""The block table of one namespace: one row per block, in numpy columns.
+
+Rules: only committed data stands in here (what is being filled belongs to its reservation). A row's number means
+nothing once the row is released, so whoever keeps one across events keeps the generation with it.
+Must not know: keys, the tree, sessions, why a row is touched.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixcache.core.ids import NO_SLOT, Generations, Rows, Slots
+
+DIGEST_KNOWN = 1
+UNVERIFIED = 2
+DIGEST_BYTES = 16
+_FIRST_CAPACITY = 1024
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+
+class PartColumn:
+    """Where one part of each block is: slot, generation, checksum state."""
+
+    __slots__ = ("digests", "flags", "generations", "slots")
+
+    def __init__(self) -> None:
+        self.slots: Slots = np.empty(0, np.uint32)
+        self.generations: Generations = np.empty(0, np.uint64)
+        self.flags: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self.digests: NDArray[np.uint8] = np.empty((0, DIGEST_BYTES), np.uint8)
+
+    def grow(self, capacity: int) -> None:
+        old = len(self.slots)
+        # Zeroed, not filled, wherever zero will do: pages nobody wrote to cost no memory.
+        self.generations = _grown(self.generations, capacity)
+        self.flags = _grown(self.flags, capacity)
+        self.digests = _grown(self.digests, capacity)
+        slots = np.empty(capacity, np.uint32)
+        slots[:old] = self.slots
+        self.slots = slots
+
+
+class BlockTable:
+    """Rows of one namespace in one tier that holds whole parts (host). `touched` is the tick of the last use."""
+
+    def __init__(self, part_count: int) -> None:
+        self.parts = tuple(PartColumn() for _ in range(part_count))
+        self.touched: NDArray[np.uint64] = np.empty(0, np.uint64)
+        self.unverified = 0  # how many (row, part) still have to be verified; 0 keeps lookups cheap
+        self._free: Rows = np.empty(0, np.uint32)  # a stack; the next row to give is at its top
+        self._free_count = 0
+        self._fresh = 0  # rows from here on were never used
+
+    @property
+    def capacity(self) -> int:
+        return len(self.touched)
+
+    @property
+    def used(self) -> int:
+        """Rows in use."""
+        return self._fresh - self._free_count
+
+    @property
+    def high_water(self) -> int:
+        """Rows from here on were never used."""
+        return self._fresh
+
+    def free_rows(self) -> Rows:
+        """Released rows (for checks)."""
+        return self._free[: self._free_count]
+
+    def allocate(self, count: int) -> Rows:
+        """`count` rows without any part, in any order; grows when there are not enough."""
+        reused = min(count, self._free_count)
+        fresh = count - reused
+        if self._fresh + fresh > self.capacity:
+            self._grow(self._fresh + fresh)
+        rows = np.empty(count, np.uint32)
+        self._free_count -= reused
+        rows[:reused] = self._free[self._free_count : self._free_count + reused]
+        rows[reused:] = np.arange(self._fresh, self._fresh + fresh, dtype=np.uint32)
+        self._fresh += fresh
+        for part in self.parts:
+            part.slots[rows] = NO_SLOT
+        return rows
+
+    def release(self, rows: Rows) -> list[Slots]:
+        """Gives rows back; answers the slots they held, per part (NO_SLOT where there was none)."""
+        held = []
+        for part in self.parts:
+            held.append(part.slots[rows])
+            part.slots[rows] = NO_SLOT
+            if self.unverified:
+                self.unverified -= int(np.count_nonzero(part.flags[rows] & UNVERIFIED))
+            part.flags[rows] = 0
+        end = self._free_count + len(rows)
+        if end > len(self._free):
+            free = np.empty(max(end, 2 * len(self._free), _FIRST_CAPACITY), np.uint32)
+            free[: self._free_count] = self._free[: self._free_count]
+            self._free = free
+        self._free[self._free_count : end] = rows
+        self._free_count = end
+        return held
+
+    def place(self, part: int, rows: Rows, slots: Slots, generation: int) -> None:
+        """Puts `slots` of one generation into one part of `rows`."""
+        column = self.parts[part]
+        column.slots[rows] = slots
+        column.generations[rows] = generation
+        column.flags[rows] = 0
+
+    def set_digests(self, part: int, rows: Rows, generations: Generations, digests: NDArray[np.uint8]) -> int:
+        """Keeps digests of rows that are still what they were; answers how many that is."""
+        column = self.parts[part]
+        if not len(rows) or int(rows.max()) >= self.capacity:
+            return 0
+        same = (column.slots[rows] != NO_SLOT) & (column.generations[rows] == generations)
+        kept = rows[same]
+        column.digests[kept] = digests[same]
+        column.flags[kept] |= DIGEST_KNOWN
+        return len(kept)
+
+    def mark_verified(self, part: int, rows: Rows) -> None:
+        column = self.parts[part]
+        self.unverified -= int(np.count_nonzero(column.flags[rows] & UNVERIFIED))
+        column.flags[rows] &= np.uint8(0xFF ^ UNVERIFIED)
+
+    def mark_unverified(self, part: int, rows: Rows) -> None:
+        column = self.parts[part]
+        self.unverified += int(np.count_nonzero(~column.flags[rows] & UNVERIFIED))
+        column.flags[rows] |= UNVERIFIED
+
+    def _grow(self, needed: int) -> None:
+        capacity = max(_FIRST_CAPACITY, needed, self.capacity + self.capacity // 2)
+        self.touched = _grown(self.touched, capacity)
+        for part in self.parts:
+            part.grow(capacity)
+
+
+def _grown(old: NDArray[_Scalar], capacity: int) -> NDArray[_Scalar]:
+    new = np.zeros((capacity, *old.shape[1:]), old.dtype)
+    new[: len(old)] = old
+    return new

@@ -1,0 +1,128 @@
+"""Slabs changing class.
+
+Rules: a slab changes class only when it is empty. It is emptied by leaf evictions, at once, where a class has nothing
+of its own to evict; or by moving what is left in it to other slabs, in the background, one slab at a time, where
+another class holds older blocks. Must not know: keys, reservations, why room is needed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixcache.core.commands import Command, CopySlots, SetGenerations
+from prefixcache.core.eviction import Evictor
+from prefixcache.core.ids import SLOT_GRANULE, Rows
+from prefixcache.core.namespaces import Namespace
+from prefixcache.core.slabs import Move, SlabMover
+from prefixcache.core.slots import Slab
+from prefixcache.core.state import State
+
+CONSIDER_EVERY = 64  # grants that had to evict between two looks at the other classes
+EVICTIONS_PER_SLAB = 2  # a take-over evicts at most this many slabs' worth of blocks in one call
+
+
+class Transfers:
+    """See the module's rules."""
+
+    def __init__(self, state: State, evictor: Evictor, mover: SlabMover) -> None:
+        self.state = state
+        self.evictor = evictor
+        self.mover = mover
+        self._since_look = 0
+        self._next_copy = 1
+
+    def take_over(self, stride: int, wanted: int, out: list[Command]) -> None:
+        """Evicts the oldest leaves of other classes until slabs fall empty and `wanted` slots are free, within bounds;
+        if that did not do, begins to move a slab empty for later."""
+        host = self.state.host
+        budget_bytes = EVICTIONS_PER_SLAB * max(host.spec.slab_bytes, wanted * stride)
+        while host.free_slots(stride) < wanted and budget_bytes > 0:
+            policy = self.evictor.oldest_policy(stride, using=False)
+            if policy is None:
+                break
+            node = policy.victim()
+            assert node is not None and node.space is not None
+            evicted = self.evictor.evict_from(policy, max(1, host.spec.slab_bytes // sum(node.space.strides)), out)
+            budget_bytes -= evicted * sum(node.space.strides)
+        if host.free_slots(stride) < wanted:
+            self.begin_move(stride, out)
+
+    def consider(self, stride: int, out: list[Command]) -> None:
+        """Now and then: if another class holds older blocks than the oldest of this one, moves a slab of it empty."""
+        if self.state.host.unused_slabs() or len(self.state.policies) < 2:  # noqa: PLR2004
+            return
+        self._since_look += 1
+        if self._since_look < CONSIDER_EVERY:
+            return
+        self._since_look = 0
+        mine = self.evictor.oldest_policy(stride, using=True)
+        other = self.evictor.oldest_policy(stride, using=False)
+        victim = other.victim() if other is not None else None
+        own_victim = mine.victim() if mine is not None else None
+        if victim is not None and (own_victim is None or victim.tick < own_victim.tick):
+            self.begin_move(stride, out)
+
+    def begin_move(self, stride: int, out: list[Command]) -> None:
+        """Starts emptying the slab of another class that has the least in it, unless one is being emptied."""
+        if self.mover.moves:
+            return
+        found = self._donor(stride)
+        if found is None:
+            return
+        slab, owners = found
+        host = self.state.host
+        slab_stride = slab.stride * SLOT_GRANULE
+        live = slab.count - slab.free_count
+        host.close_slab(slab)
+        if host.free_slots(slab_stride) < live:
+            self.evictor.free_up(slab_stride, live, out)
+        if self.state.host.slabs.get(slab.number) is not slab:
+            return  # the evictions emptied it
+        for space, part, _ in owners:
+            rows = _rows_in(space, part, slab, host.slab_granules)
+            if len(rows):
+                self._copy(space, part, rows, slab, out)
+        if not self.mover.moves:
+            host.reopen_slab(slab)
+
+    def _copy(self, space: Namespace, part: int, rows: Rows, slab: Slab, out: list[Command]) -> None:
+        state = self.state
+        targets = state.host.allocate(space.strides[part], len(rows))
+        rows = rows[: len(targets)]
+        if not len(rows):
+            return
+        move = Move(space, part, rows, targets, state.next_generation())
+        move.slab = slab
+        copy = self._next_copy
+        self._next_copy += 1
+        self.mover.moves[copy] = move
+        out.append(SetGenerations(state.host_pool, targets, move.generation))
+        out.append(CopySlots(copy, state.host_pool, move.sources, targets, space.strides[part]))
+
+    def _donor(self, stride: int) -> tuple[Slab, list[tuple[Namespace, int, Rows]]] | None:
+        """The slab of another class with the fewest live slots, if all of these are committed blocks'."""
+        host = self.state.host
+        others = [slab for slab in host.slabs.values() if slab.stride * SLOT_GRANULE != stride and not slab.closed]
+        for slab in sorted(others, key=lambda slab: slab.count - slab.free_count)[:4]:
+            owners = self._owners(slab)
+            if sum(len(rows) for _, _, rows in owners) == slab.count - slab.free_count:
+                return slab, owners
+        return None
+
+    def _owners(self, slab: Slab) -> list[tuple[Namespace, int, Rows]]:
+        """Which rows' parts live in a slab. A scan of the columns: rare, and cheaper than a reverse map always kept."""
+        found = []
+        for space in self.state.namespaces.values():
+            for part, stride in enumerate(space.strides):
+                if stride == slab.stride * SLOT_GRANULE:
+                    rows = _rows_in(space, part, slab, self.state.host.slab_granules)
+                    if len(rows):
+                        found.append((space, part, rows))
+        return found
+
+
+def _rows_in(space: Namespace, part: int, slab: Slab, slab_granules: int) -> Rows:
+    slots: NDArray[np.uint32] = space.table.parts[part].slots[: space.table.high_water]
+    inside = (slots >= slab.first) & (slots < slab.first + slab_granules)
+    return np.flatnonzero(inside).astype(np.uint32)

@@ -64,6 +64,15 @@ class State:
         self.draining = False
         self.drain_told = False
 
+    def forget_all(self) -> None:
+        """Back to an empty pool without namespaces (a snapshot that broke half-way)."""
+        self.namespaces.clear()
+        self.by_fingerprint.clear()
+        self.policies.clear()
+        for number, pool in self.pools.items():
+            self.pools[number] = SlabPool(pool.spec, pool.ready_bytes)
+        self.host = self.pools[self.host_pool]
+
     def next_generation(self) -> int:
         self.generation += 1
         return self.generation - 1

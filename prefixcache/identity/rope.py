@@ -39,6 +39,7 @@ _READ_ELSEWHERE = {
     "type", "rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings",
     "max_position_embeddings",
 }  # fmt: skip
+_LENGTHS = {"original_max_position_embeddings", "max_position_embeddings"}
 _USE_ORIGINAL_LENGTH = {"llama3", "yarn", "longrope"}
 
 
@@ -63,45 +64,59 @@ def rope_normal_form(config: Config, *, fixed_length: int | None = None) -> dict
 def _entries(text: Config) -> dict[str, Mapping[str, object] | None]:
     """The engine's own parameters by layer type, in transformers 5.x's flat form; None where nothing is rotated."""
     parameters = read(text, "rope_parameters")
-    if isinstance(parameters, Mapping) and parameters:
-        nested = {str(k): v for k, v in parameters.items() if isinstance(v, Mapping)}
-        if nested:
-            # An entry that is None is a layer type without rotation; a scalar beside nested entries is a leftover.
-            return nested | {str(k): None for k, v in parameters.items() if v is None and str(k).endswith("attention")}
+    if not isinstance(parameters, Mapping) or not parameters:
+        return _legacy_entries(text)
+    nested = {str(name): entry for name, entry in parameters.items() if isinstance(entry, Mapping)}
+    if not nested:
         return {"all": parameters}
+    # An entry that is None is a layer type without rotation; a scalar beside nested entries is a leftover.
+    unrotated = [str(name) for name, entry in parameters.items() if entry is None]
+    return nested | dict.fromkeys(name for name in unrotated if name.endswith("attention"))
+
+
+def _legacy_entries(text: Config) -> dict[str, Mapping[str, object] | None]:
+    """The same from the fields of transformers 4.57."""
     theta, scaling = read(text, "rope_theta", "rotary_emb_base"), read(text, "rope_scaling")
     if theta is None and scaling is None:
         return {"all": None}
     if scaling is not None and not isinstance(scaling, Mapping):
         raise ConfigError(f"config field rope_scaling is {scaling!r}, not a map")
-    legacy = {**(scaling or {}), "rope_theta": theta}
+    entry = {**(scaling or {}), "rope_theta": theta}
     local = read(text, "rope_local_base_freq")
     if local is None:
-        return {"all": legacy}
-    return {"full_attention": legacy, "sliding_attention": {"rope_theta": local}}
+        return {"all": entry}
+    return {"full_attention": entry, "sliding_attention": {"rope_theta": local}}
 
 
 def _form(text: Config, entry: Mapping[str, object] | None, fixed_length: int | None) -> dict[str, Value]:
     if entry is None:
         return {}
-    stated = str(entry.get("rope_type") or entry.get("type") or "default")
+    stated = str(read(entry, "rope_type", "type") or "default")
     kind = _ALIASES.get(stated, stated)
     form: dict[str, Value] = {
         "type": kind,
         "theta": _number("rope_theta", read(entry, "rope_theta") or read(text, "rope_theta") or 10000.0),
         "dims": _rotated_dims(text, entry),
+        **_scaling_fields(kind, entry),
     }
-    for name, default in _FIELDS.get(kind, {}).items():
-        value = entry.get(name)
-        form[name] = default if value is None else _value(name, value)
     if kind in _USE_ORIGINAL_LENGTH:
         form["original_length"] = _original_length(text, entry)
-    for name in sorted(set(entry) - _EVERY_FIELD - _READ_ELSEWHERE):
-        if entry[name] is not None:
-            form[name] = _value(name, entry[name])
     if kind in _RESOLVERS:
         _RESOLVERS[kind](text, form, fixed_length)
     return {name: value for name, value in form.items() if value is not None}
+
+
+def _scaling_fields(kind: str, entry: Mapping[str, object]) -> dict[str, Value]:
+    """What the type reads, with its defaults, and every field that no type is known to read (rule 3)."""
+    known = _FIELDS.get(kind, {})
+    # Of a type that is new here nothing can be said to be unused, not even the trained length.
+    unused = _EVERY_FIELD | _READ_ELSEWHERE if kind in _FIELDS else _READ_ELSEWHERE - _LENGTHS
+    unknown = set(entry) - unused
+    fields: dict[str, Value] = {}
+    for name in [*known, *sorted(unknown)]:
+        value = entry.get(name)
+        fields[name] = known.get(name) if value is None else _value(name, value)
+    return fields
 
 
 def _resolve_dynamic(text: Config, form: dict[str, Value], fixed_length: int | None) -> None:

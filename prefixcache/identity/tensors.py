@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -75,8 +76,11 @@ def read_tensors(files: Iterable[Path], stack: ExitStack) -> Iterator[TensorReco
     """Every tensor of the files, in no particular order; readable until `stack` closes. Raises TensorFileError."""
     seen: set[str] = set()
     for file in files:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         stack.callback(os.close, descriptor)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise TensorFileError(f"{file}: not a regular file")
         for record in _read_file(file, descriptor):
             if record.name in seen:
                 raise TensorFileError(f"{file}: tensor {record.name!r} is in an earlier file as well")

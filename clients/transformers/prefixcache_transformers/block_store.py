@@ -3,8 +3,8 @@
 Rules:
 1. A store knows keys and the bytes of parts; it must not know models, caches or tokens' meaning.
 2. It may lose anything at any time and never fails a request: what goes wrong is a shorter lease or a refused store.
-3. A tensor handed to `copy_to` or `store` holds one part of one block in canonical order when read in C order, with any
-   strides: bytes are copied in and out, never shared, so nobody can change what is stored.
+3. Tensors handed to `copy_to` and `store` may have any strides. Bytes are copied in and out, never shared, so nobody
+   can change what is stored.
 
 `MemoryBlockStore` is for tests and for one process that wants prefix reuse without a daemon.
 """
@@ -30,11 +30,14 @@ STORE_FAILURES = (OSError, RuntimeError)
 
 @dataclass(frozen=True, slots=True)
 class PartBlocks:
-    """Tensors of one part for consecutive blocks, the first of which is block `first_block` of the prompt."""
+    """One part of consecutive blocks, the first of which is block `first_block` of the prompt.
+
+    `tensor`: [blocks, ...]; what follows the first axis holds the part in canonical order when read in C order.
+    """
 
     part: int
     first_block: int
-    tensors: Sequence[torch.Tensor]
+    tensor: torch.Tensor
 
 
 class BlockLease(Protocol):
@@ -104,15 +107,19 @@ class MemoryBlockStore:
         """Store what is not here yet."""
         names, stored = split_keys(keys), 0
         first = parts[0].first_block
-        for offset in range(len(parts[0].tensors)):
+        for offset in range(len(parts[0].tensor)):
             name = names[first + offset]
-            content = tuple(_to_bytes(part.tensors[offset]) for part in parts)
+            content = tuple(_to_bytes(part.tensor[offset]) for part in parts)
             if [len(part) for part in content] != [part.bytes for part in self._parts]:
                 raise ValueError("the tensors are not of the layout's size")
             with self._lock:
                 stored += name not in self._blocks
                 self._blocks.setdefault(name, content)
         return stored
+
+    def part(self, key: bytes, part: int) -> bytes:
+        """The bytes of one part of one block. Raises KeyError."""
+        return self._blocks[key][part]
 
     def drop(self, keys: bytes) -> None:
         """Forget these blocks, as an eviction would."""
@@ -148,7 +155,7 @@ class MemoryLease:
         for target in targets:
             if target.first_block < self._first[target.part]:
                 raise IndexError(f"block {target.first_block} is before the leased window")
-            for block, tensor in enumerate(target.tensors, start=target.first_block):
+            for block, tensor in enumerate(target.tensor, start=target.first_block):
                 content = torch.frombuffer(bytearray(self._held[block][target.part]), dtype=tensor.dtype)
                 tensor.copy_(content.view(tensor.shape))
         return True

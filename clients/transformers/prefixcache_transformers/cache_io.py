@@ -100,28 +100,27 @@ class _GroupBuffer:
         first = needed_from(self.group, row.tokens) // self._block_tokens
         return range(first, -(-row.tokens // self._block_tokens))
 
-    def targets(self, index: int, blocks: range) -> list[torch.Tensor]:
-        """Where the blocks of row `index` go, each with the shape of a part in canonical order."""
+    def targets(self, index: int, blocks: range) -> torch.Tensor:
+        """Where the blocks of row `index` go: [block, kv_head, layer, k and v of a block]."""
         size, group = self._block_tokens, self.group
         begin = self._rows[index].pad - self._first
-        columns = [slice(begin + block * size, begin + (block + 1) * size) for block in blocks]
-        if len(self._states) == 1:
-            state = self._states[0]
-            return [state[:, :, index, :, span].permute(2, 0, 1, 3, 4) for span in columns]
-        staged = []
-        for span in columns:
-            halves = [state[:, 0, index, :, span].permute(1, 0, 2, 3) for state in self._states]
-            row_bytes = size * (group.k_dim + group.v_dim)
-            staged.append(torch.empty(group.kv_heads, len(group.layers), row_bytes, dtype=halves[0].dtype))
-            self._staged.append((halves, staged[-1]))
-        return staged
+        columns = slice(begin + blocks.start * size, begin + blocks.stop * size)
+        # [layer, k|v, kv_head, block, token, dim], one or two of them
+        views = [torch.unflatten(state[:, :, index, :, columns], 3, (len(blocks), size)) for state in self._states]
+        if len(views) == 1:
+            return views[0].permute(3, 2, 0, 1, 4, 5)
+        halves = [view[:, 0].permute(2, 1, 0, 3, 4) for view in views]
+        shape = (len(blocks), group.kv_heads, len(group.layers), size * (group.k_dim + group.v_dim))
+        staging = torch.empty(shape, dtype=halves[0].dtype)
+        self._staged.append((halves, staging))
+        return staging
 
     def states(self, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(keys, values) of each layer, [row, kv_head, kept column, dim], on `device`. Call once, after the copies."""
         for halves, staging in self._staged:
-            sizes = [half.shape[2] * half.shape[3] for half in halves]
+            sizes = [half.shape[-2] * half.shape[-1] for half in halves]
             for half, flat in zip(halves, torch.split(staging, sizes, dim=-1), strict=True):
-                half.copy_(torch.unflatten(flat, -1, half.shape[2:]))
+                half.copy_(torch.unflatten(flat, -1, half.shape[-2:]))
         stop = self.column - self._first
         kept = [state[..., stop - self._kept : stop, :].to(device) for state in self._states]
         for layer in range(len(self.group.layers)):
@@ -154,8 +153,7 @@ class Snapshot:
         for start in range(blocks.start, blocks.stop, step):
             piece = range(start, min(start + step, blocks.stop))
             yield [
-                PartBlocks(part, piece.start, self._stage(part, row, pad, piece).unbind(0))
-                for part in range(len(self.states))
+                PartBlocks(part, piece.start, self._stage(part, row, pad, piece)) for part in range(len(self.states))
             ]
 
     def first_block(self, pad: int) -> int:

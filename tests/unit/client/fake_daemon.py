@@ -245,22 +245,23 @@ class FakeDaemon:
 
     def _answer(self, connection: socket.socket, frame: framing.Frame, owner: bytes) -> bool:
         faults = self.faults
+        call_id, method, _, request = frame
         faults.thaw.wait()
         if faults.delay_s:
             threading.Event().wait(faults.delay_s)
         try:
-            payload, flags = self.handle(frame.method, frame.payload, owner), framing.END
+            payload, flags = self.handle(method, request, owner), framing.END
         except RefusedCall as refused:
             payload, flags = refused.error.SerializeToString(), framing.END | framing.ERROR
-        method = frame.method
+        called = method
         if faults.garbage and method not in (1, 10):
             faults.garbage, payload = False, b"\xff\xff\xff\xff"
         if faults.wrong_method:
             faults.wrong_method, method = False, 99
-        answer = framing.pack_frame(frame.call_id, method, payload, flags)
+        answer = framing.pack_frame(call_id, method, payload, flags)
         try:
-            if frame.method == local_pb2.METHOD_MAP_POOL:
-                self._send_pool(connection, frame.call_id, payload)
+            if called == local_pb2.METHOD_MAP_POOL:
+                self._send_pool(connection, call_id, payload)
             elif faults.truncate:
                 faults.truncate = False
                 connection.sendall(answer[: len(answer) // 2 + 1])

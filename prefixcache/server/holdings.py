@@ -1,7 +1,7 @@
 """What slots each lease and reservation has, for the calls that move bytes through the server.
 
-Filled from the planner's answers and emptied by its orders, always inside the owner's lock, so it never knows a lease that
-the planner has ended. It must not decide anything.
+Filled from the planner's answers and emptied by its orders, always inside the owner's lock, so it never knows a
+lease that the planner has ended. It must not decide anything.
 """
 
 from dataclasses import dataclass

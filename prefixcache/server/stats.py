@@ -89,7 +89,7 @@ class Statistics:
         )
 
     def _leased_bytes(self) -> int:
-        """Bytes of the slots under leases; a slot under two of them is counted twice no more than the bytes there are."""
+        """Bytes of the slots under leases, one by one, but never more than the bytes there are."""
         total = 0
         for lease in self._shell.holdings.leases.values():
             sizes = lease.namespace.part_bytes

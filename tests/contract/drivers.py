@@ -97,8 +97,8 @@ class LocalDriver:
         self.fds: list[int] = []
 
     def call(self, rpc: str, request: Any) -> Any:
-        number = local_pb2.Method.Value("METHOD_" + "".join(f"_{c}" if c.isupper() else c for c in rpc).lstrip("_").upper())
-        payload = self.raw(int(number), request.SerializeToString())
+        snake = "".join(f"_{letter}" if letter.isupper() else letter for letter in rpc).upper()
+        payload = self.raw(int(local_pb2.Method.Value(f"METHOD{snake}")), request.SerializeToString())
         module = local_pb2 if rpc == "MapPool" else cache_pb2
         return getattr(module, f"{rpc}Response").FromString(payload)
 

@@ -7,12 +7,13 @@ An engine names the axes of its tensor with one letter each, so a new engine is 
 Examples: Transformers one layer "1htd"; vLLM NHD "cbthd", HND "cbhtd", fused "bhtd" holding K|V along d; MLA "btd";
 SGLang "thd" or its host pools "clthd". The axes' order in memory comes from the strides, not from the letters.
 
-`plan` turns (slots, places) into few large moves: blocks at equal distances on both sides become one move. It only
+`plan` turns (slots, places) into pieces and says which of them go on at equal distances, so can be one copy. It only
 computes; `transfer` moves.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -26,19 +27,71 @@ _AXES = "bhltd"
 Holds = Literal["k", "v", "kv"]
 
 
+_HERE: npt.NDArray[np.int64] = np.zeros(1, np.int64)
+
+
 class Move(NamedTuple):
     """Equal shapes on both sides; which one is the target is the copier's choice."""
 
     pool: Strided
     engine: Strided
 
+    @property
+    def total_elements(self) -> int:
+        """Values to move."""
+        return self.pool.elements
+
+    def moves(self) -> Iterator["Move"]:
+        """Itself."""
+        yield self
+
+    def spread(self) -> tuple["Move", npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """As `Pieces.spread`."""
+        return self, _HERE, _HERE
+
+
+class Pieces(NamedTuple):
+    """One shape at many places: `piece` moved by `pool_at[i]` and `engine_at[i]` bytes (i64[n]) is the i-th.
+
+    `runs` are (first, count) of those at equal, forward distances on both sides; each run can be copied as one.
+    """
+
+    piece: Move
+    pool_at: npt.NDArray[np.int64]
+    engine_at: npt.NDArray[np.int64]
+    runs: list[tuple[int, int]]
+
+    @property
+    def total_elements(self) -> int:
+        """Values to move."""
+        return self.piece.pool.elements * self.pool_at.size
+
+    def spread(self) -> tuple[Move, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(piece, pool offsets, engine offsets): where the piece is to be moved to, i64[n] each."""
+        return self.piece, self.pool_at, self.engine_at
+
+    def moves(self) -> Iterator[Move]:
+        """The pieces as few large moves, a run with a new first axis."""
+        for first, count in self.runs:
+            pool_first, engine_first = int(self.pool_at[first]), int(self.engine_at[first])
+            pool, engine = self.piece.pool.moved(pool_first), self.piece.engine.moved(engine_first)
+            if count > 1:
+                pool = pool.stacked(count, int(self.pool_at[first + 1]) - pool_first)
+                engine = engine.stacked(count, int(self.engine_at[first + 1]) - engine_first)
+            yield Move(pool, engine)
+
 
 class Job(NamedTuple):
-    """Moves between the pool and one tensor of an engine, in values of `itemsize` bytes."""
+    """All that moves between the pool and one tensor of an engine, in values of `itemsize` bytes."""
 
     memory: Memory
-    moves: list[Move]
+    moves: list[Move | Pieces]
     itemsize: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes to move."""
+        return sum(each.total_elements for each in self.moves) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +147,7 @@ class EngineTensor:
 
 
 def plan(part: PartShape, span: Span, tensor: EngineTensor, slots: npt.ArrayLike, places: npt.ArrayLike) -> Job:
-    """Moves between `slots` (u32[n], one block each) and `tensor`, which holds `span` of every block.
+    """What moves between `slots` (u32[n], one block each) and `tensor`, which holds `span` of every block.
 
     `places` (i64[n * m]) are the token positions in the tensor (page * tokens a page + token in page) where each m-th
     of a block starts: m = 1 unless the engine's pages are smaller than a block. Raises ValueError when a piece leaves
@@ -102,34 +155,44 @@ def plan(part: PartShape, span: Span, tensor: EngineTensor, slots: npt.ArrayLike
     """
     part.check(span)
     tensor.check(part, span)
-    starts = np.asarray(slots, dtype=np.uint32).astype(np.int64) * SLOT_GRANULE
+    blocks = np.asarray(slots, dtype=np.uint32)
     targets = np.asarray(places, dtype=np.int64)
-    if not starts.size and not targets.size:
+    if not blocks.size and not targets.size:
         return Job(tensor.memory, [], part.itemsize)
-    pieces, rest = divmod(targets.size, starts.size) if starts.size else (0, 0)
+    pieces, rest = divmod(targets.size, blocks.size) if blocks.size else (0, 0)
     if rest or not pieces or part.tokens % pieces:
-        raise ValueError(f"{targets.size} places for {starts.size} blocks of {part.tokens} tokens")
+        raise ValueError(f"{targets.size} places for {blocks.size} blocks of {part.tokens} tokens")
     tokens = part.tokens // pieces
-    engine_at = _page_offsets(tensor, targets, tokens)
-    moves: list[Move] = []
+    geometry = (*tensor.axis("b"), *tensor.axis("t"))
+    packed = (blocks.tobytes(), targets.tobytes())
+    groups: list[Move | Pieces] = []
     for component in tensor.components():
-        if not part.dim(component):
-            continue
-        step = tokens * part.dim(component) * part.itemsize
-        pool_at = (starts[:, None] + np.arange(pieces) * step).reshape(-1)
-        moves += _moves(_piece(part, span, tensor, component, tokens), pool_at, engine_at)
-    return Job(tensor.memory, moves, part.itemsize)
+        if part.dim(component):
+            where = _where(packed, geometry, tokens, tokens * part.dim(component) * part.itemsize)
+            groups.append(Pieces(_piece(part, span, tensor, component, tokens), *where))
+    return Job(tensor.memory, groups, part.itemsize)
 
 
-def _page_offsets(tensor: EngineTensor, places: npt.NDArray[np.int64], tokens: int) -> npt.NDArray[np.int64]:
-    """Byte offsets of the pieces from the tensor's first token; each piece must lie inside its page."""
-    pages, page_stride = tensor.axis("b")
-    page_tokens, token_stride = tensor.axis("t")
+@lru_cache(maxsize=64)
+def _where(
+    packed: tuple[bytes, bytes], geometry: tuple[int, int, int, int], tokens: int, step: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[tuple[int, int]]]:
+    """(pool offsets, engine offsets, runs) of pieces of `tokens` tokens; remembered, as all layers of a request ask.
+
+    `packed`: slots as u32, places as i64. `geometry`: pages, their stride, tokens a page, their stride. `step`: bytes
+    between the pieces of a block in the pool.
+    """
+    blocks, places = np.frombuffer(packed[0], np.uint32), np.frombuffer(packed[1], np.int64)
+    pages, page_stride, page_tokens, token_stride = geometry
     page, token = np.divmod(places, page_tokens)
     if page.min() < 0 or page.max() >= pages or token.max() + tokens > page_tokens:
         raise ValueError(f"a piece of {tokens} tokens leaves its page ({pages} pages of {page_tokens} tokens)")
-    offsets: npt.NDArray[np.int64] = page * page_stride + token * token_stride
-    return offsets
+    engine_at = page * page_stride + token * token_stride
+    within = np.arange(places.size // blocks.size) * step
+    pool_at = (blocks.astype(np.int64)[:, None] * SLOT_GRANULE + within).reshape(-1)
+    for array in (pool_at, engine_at):
+        array.setflags(write=False)
+    return pool_at, engine_at, _runs(pool_at, engine_at)
 
 
 def _piece(part: PartShape, span: Span, tensor: EngineTensor, component: Component, tokens: int) -> Move:
@@ -141,24 +204,17 @@ def _piece(part: PartShape, span: Span, tensor: EngineTensor, component: Compone
     return Move(Strided(pool.offset, shape, pool.strides), Strided(offset, shape, strides))
 
 
-def _moves(piece: Move, pool_at: npt.NDArray[np.int64], engine_at: npt.NDArray[np.int64]) -> Iterator[Move]:
-    for first, count in _runs(pool_at, engine_at):
-        pool, engine = piece.pool.moved(int(pool_at[first])), piece.engine.moved(int(engine_at[first]))
-        if count > 1:
-            pool = pool.stacked(count, int(pool_at[first + 1] - pool_at[first]))
-            engine = engine.stacked(count, int(engine_at[first + 1] - engine_at[first]))
-        yield Move(pool, engine)
-
-
-def _runs(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+def _runs(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     """(first, count) of the longest stretches in which both sides go on by equal, forward steps."""
-    left_steps, right_steps = np.diff(left).tolist(), np.diff(right).tolist()
-    first, total = 0, left.size
-    while first < total:
+    left_steps, right_steps = np.diff(left), np.diff(right)
+    steps = list(zip(left_steps.tolist(), right_steps.tolist(), strict=True))
+    runs: list[tuple[int, int]] = []
+    first = 0
+    while first < left.size:
         end = first + 1
-        if end < total and left_steps[first] > 0 and right_steps[first] > 0:
-            step = (left_steps[first], right_steps[first])
-            while end < total and (left_steps[end - 1], right_steps[end - 1]) == step:
+        if first < len(steps) and min(steps[first]) > 0:
+            while end < left.size and steps[end - 1] == steps[first]:
                 end += 1
-        yield first, end - first
+        runs.append((first, end - first))
         first = end
+    return runs

@@ -54,19 +54,32 @@ class Memory:
     @classmethod
     def of_tensor(cls, tensor: "torch.Tensor") -> tuple["Memory", Strided]:
         """The storage under a torch tensor on any device, and where the tensor lies in it."""
-        import torch
-
-        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         size = tensor.element_size()
         start = int(tensor.storage_offset()) * size
         place = Strided(start, tuple(tensor.shape), tuple(stride * size for stride in tensor.stride()))
-        on_host = tensor.device.type == "cpu"
-        return cls(flat.numpy() if on_host else None, flat), place
+        storage = tensor.untyped_storage()
+        if tensor.device.type == "cpu":
+            return cls(np.asarray(_Raw(storage.data_ptr(), storage.nbytes(), storage, writable=True)), None), place
+        import torch
+
+        return cls(None, torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)), place
 
     @property
     def on_host(self) -> bool:
         """Whether numpy can reach it."""
         return self._flat is not None
+
+    @property
+    def address(self) -> int:
+        """Where it begins. Raises ValueError for device memory."""
+        if self._flat is None:
+            raise ValueError("device memory has no address here")
+        return int(self._flat.__array_interface__["data"][0])
+
+    @property
+    def writable(self) -> bool:
+        """Whether it may be the target of a copy."""
+        return self._flat is None or bool(self._flat.flags.writeable)
 
     @property
     def size_bytes(self) -> int:
@@ -84,7 +97,7 @@ class Memory:
 
         Raises ValueError when it reaches out of the memory, or when read-only memory is not wanted `as_source`.
         """
-        if not as_source and self._flat is not None and not self._flat.flags.writeable:
+        if not as_source and not self.writable:
             raise ValueError("read-only memory cannot be the target of a copy")
         _check_inside(view, itemsize, self.size_bytes)
         strides = [stride // itemsize for stride in view.strides]

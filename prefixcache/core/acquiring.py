@@ -7,14 +7,15 @@ is pinned before anything else happens. Must not know: how blocks came in or whe
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from prefixcache.core.checks import Checks
 from prefixcache.core.commands import Acquired, Command, LeaseEnded, LeaseExtended, LookedUp, Released, Run
 from prefixcache.core.events import AcquireRequested, LeaseReleased, LeaseRenewed, LookupRequested
+from prefixcache.core.foreign_leases import ForeignAcquiring, begin_lease, look_up_foreign, read_run
 from prefixcache.core.ids import KEY_BYTES, Rows, Tier
 from prefixcache.core.leases import Lease
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.radix import ROW_DTYPE, Path, Pin, pin_path
+from prefixcache.core.radix import ROW_DTYPE, Path, pin_path
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.removal import Remover
 from prefixcache.core.slabs import SlabMover
@@ -24,8 +25,10 @@ from prefixcache.core.state import Session, State
 class Acquiring:
     """Handlers of the lease events."""
 
-    def __init__(self, state: State, remover: Remover, mover: SlabMover) -> None:
+    def __init__(self, state: State, remover: Remover, mover: SlabMover, checks: Checks) -> None:
         self.state = state
+        self.checks = checks
+        self.foreign = ForeignAcquiring(state, checks)
         self.remover = remover
         self.mover = mover
 
@@ -41,7 +44,7 @@ class Acquiring:
         if space is None or not self._valid(event, session, space, out):
             return
         if space.foreign is not None:
-            self.acquire_foreign(event, space, now, out)
+            self.foreign.acquire(event, session, space, now, out)
             return
         keys = event.keys
         path = space.tree.walk(keys)
@@ -50,8 +53,11 @@ class Acquiring:
         limit = path.blocks if event.max_blocks is None else min(path.blocks, from_block + event.max_blocks)
         rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
         end = space.restorable(rows, from_block, limit)
+        if space.table.unverified and self.checks.hold(event, space, rows[from_block:end], out):
+            return
         self._touch(space, path, rows)
         tokens = space.block_tokens
+        state.stats.acquires += 1
         ledger = state.stats.tokens
         ledger.looked_up += event.prompt_tokens - from_block * tokens
         ledger.miss[Miss.PARTIAL_BLOCK] += event.prompt_tokens - key_blocks * tokens
@@ -67,7 +73,7 @@ class Acquiring:
         expires_at = now + state.clipped_ttl(event.ttl_s)
         runs = self._runs(space, rows, from_block, end)
         reply = Acquired(lease_id, from_block, planned, planned, runs, stop, (0, planned * tokens, 0, 0), expires_at)
-        self._begin(Lease(lease_id, event.session, space, [pin_path(path)], reply), session, out)
+        begin_lease(state, session, Lease(lease_id, event.session, space, [pin_path(path)], reply), out)
 
     def lookup(self, event: LookupRequested, out: list[Command]) -> None:
         state = self.state
@@ -76,11 +82,7 @@ class Acquiring:
             return
         state.stats.lookups += 1
         if space.foreign is not None:
-            nodes = space.foreign.present(event.keys)[event.from_block :]
-            present = np.array([node is not None for node in nodes], np.bool_)
-            count = int(np.count_nonzero(present))
-            stop = None if count == len(nodes) else Miss.NOT_STORED
-            out.append(LookedUp(count, (0, count * space.block_tokens, 0, 0), stop, present))
+            out.append(look_up_foreign(space.foreign, event, space.block_tokens))
             return
         path = space.tree.walk(event.keys)
         rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
@@ -89,44 +91,6 @@ class Acquiring:
         if end * KEY_BYTES < len(event.keys):
             stop = Miss.GROUP_GAP if end < path.blocks else self._stop_behind(space, path, event.keys)
         out.append(LookedUp(end, (0, max(0, end - event.from_block) * space.block_tokens, 0, 0), stop))
-
-    def acquire_foreign(self, event: AcquireRequested, space: Namespace, now: float, out: list[Command]) -> None:
-        """Every key for itself: a bitmap, one pin per key."""
-        state = self.state
-        assert space.foreign is not None
-        nodes = space.foreign.present(event.keys)[event.from_block :]
-        if event.max_blocks is not None:
-            hits = [place for place, node in enumerate(nodes) if node is not None][event.max_blocks :]
-            for place in hits:
-                nodes[place] = None
-        present = np.array([node is not None for node in nodes], np.bool_)
-        planned = int(np.count_nonzero(present))
-        tokens = space.block_tokens
-        ledger = state.stats.tokens
-        ledger.looked_up += event.prompt_tokens - event.from_block * tokens
-        ledger.miss[Miss.NOT_STORED] += (len(nodes) - planned) * tokens
-        ledger.miss[Miss.PARTIAL_BLOCK] += event.prompt_tokens - len(event.keys) // KEY_BYTES * tokens
-        stop = None if planned == len(nodes) else Miss.NOT_STORED
-        if not planned:
-            out.append(Acquired(event.lease, event.from_block, 0, 0, (), stop, (0, 0, 0, 0), now, present))
-            return
-        pins: list[Pin] = []
-        runs: list[Run] = []
-        for start, stop_at in _spans(present):
-            found = [node for node in nodes[start:stop_at] if node is not None]
-            rows = np.frombuffer(b"".join(node.rows for node in found), ROW_DTYPE)
-            space.table.touched[rows] = state.tick
-            for node in found:
-                space.policy.touch_leaf(node, state.tick)
-                pins.append(pin_path(Path([node], 1)))
-            first = event.from_block + start
-            runs += [self._run(space, part, rows, first) for part in range(len(space.strides))]
-        expires_at = now + state.clipped_ttl(event.ttl_s)
-        by_tier = (0, planned * tokens, 0, 0)
-        reply = Acquired(
-            event.lease, event.from_block, planned, planned, tuple(runs), stop, by_tier, expires_at, present
-        )
-        self._begin(Lease(event.lease, event.session, space, pins, reply), state.sessions[event.session], out)
 
     def renew(self, event: LeaseRenewed, now: float, out: list[Command]) -> None:
         lease = self._own_lease(event.session, event.lease, out)
@@ -163,15 +127,6 @@ class Acquiring:
         self._end(lease)
         out.append(LeaseEnded(lease.lease, lease.session, reason))
 
-    def _begin(self, lease: Lease, session: Session, out: list[Command]) -> None:
-        state = self.state
-        lease.serial = state.next_serial()
-        state.leases[lease.lease] = lease
-        session.leases[lease.lease] = lease
-        state.deadlines.add(lease)
-        state.stats.tokens.pending += lease.planned_tokens
-        out.append(lease.reply)
-
     def _end(self, lease: Lease) -> None:
         state = self.state
         lease.ended = True
@@ -194,19 +149,16 @@ class Acquiring:
             space.policy.touch_leaf(last, tick)
 
     def _runs(self, space: Namespace, rows: Rows, from_block: int, end: int) -> tuple[Run, ...]:
+        pool = self.state.host_pool
         if not space.optional_parts:
             wanted = rows[from_block:end]
-            return tuple([self._run(space, part, wanted, from_block) for part in range(len(space.strides))])
+            return tuple([read_run(space, part, wanted, from_block, pool) for part in range(len(space.strides))])
         runs = []
         for part in range(len(space.strides)):
             first = space.needed_from(part, from_block, end)
             if first < end:
-                runs.append(self._run(space, part, rows[first:end], first))
+                runs.append(read_run(space, part, rows[first:end], first, pool))
         return tuple(runs)
-
-    def _run(self, space: Namespace, part: int, rows: Rows, first_block: int) -> Run:
-        column = space.table.parts[part]
-        return Run(part, first_block, self.state.host_pool, column.slots[rows], column.generations[rows])
 
     def _count_misses(self, space: Namespace, path: Path, event: AcquireRequested, ends: tuple[int, int]) -> Miss:
         """Counts the blocks behind the planned ones by reason; answers the first reason. ends: (planned, limit)."""
@@ -280,8 +232,3 @@ def _shortened(path: Path, end: int) -> Path:
         nodes.pop()
     return Path(nodes, end)
 
-
-def _spans(present: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """[start, end) of every run of True."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], present, [False])).astype(np.int8)))
-    return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]

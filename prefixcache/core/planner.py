@@ -10,6 +10,7 @@ from typing import Any
 
 from prefixcache.core import events
 from prefixcache.core.acquiring import Acquiring
+from prefixcache.core.checks import Checks
 from prefixcache.core.clearing import Clearing
 from prefixcache.core.commands import Command
 from prefixcache.core.eviction import Evictor
@@ -23,6 +24,7 @@ from prefixcache.core.reservations import Reservation
 from prefixcache.core.room import RoomMaker
 from prefixcache.core.sessions import Sessions
 from prefixcache.core.slabs import SlabMover
+from prefixcache.core.snapshot import Snapshots
 from prefixcache.core.spec import PlannerConfig
 from prefixcache.core.state import State
 from prefixcache.core.transfers import Transfers
@@ -42,12 +44,14 @@ class Planner:
         evictor = Evictor(state, self.remover)
         self.transfers = Transfers(state, evictor, self.mover)
         room = RoomMaker(state, self.remover, evictor, self.transfers)
-        self.acquiring = Acquiring(state, self.remover, self.mover)
+        self.clearing = Clearing(state, self.remover)
+        self.checks = Checks(state, self.clearing)
+        self.acquiring = Acquiring(state, self.remover, self.mover, self.checks)
         self.granting = Granting(state, self.remover, room)
         self.foreign = ForeignGranting(state, self.granting, room)
         self.filling = Filling(state, self.remover)
         self.sessions = Sessions(state, self.acquiring, self.filling)
-        self.clearing = Clearing(state, self.remover)
+        self.snapshots = Snapshots(state, self.sessions, self.remover)
         self._handlers = self._wire()
 
     def handle(self, event: events.Event, now: float) -> list[Command]:
@@ -94,6 +98,9 @@ class Planner:
             events.PartFailedVerification: lambda event, now, out: clearing.part_failed(event, out),
             events.CopyDone: lambda event, now, out: self._copy_done(event, out),
             events.ChecksumDone: lambda event, now, out: self._checksum_done(event),
+            events.VerifyDone: lambda event, now, out: self.checks.done(event, now, out, acquiring.acquire),
+            events.SnapshotRequested: lambda event, now, out: self.snapshots.take(out),
+            events.SnapshotRestored: lambda event, now, out: self.snapshots.restore(event, out),
             events.CapacityReady: lambda event, now, out: self._capacity_ready(event, out),
             events.DrainStarted: lambda event, now, out: self._drain(out),
             events.TimePassed: lambda event, now, out: None,

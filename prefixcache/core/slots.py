@@ -183,6 +183,10 @@ class SlabPool:
     def unused_slabs(self) -> int:
         return len(self._unused)
 
+    def unused_numbers(self) -> set[int]:
+        """Slabs that belong to no class (for checks)."""
+        return set(self._unused)
+
     def live_slots(self, slab: Slab) -> Slots:
         """Slots of a slab that are in use."""
         return (slab.first + np.flatnonzero(~slab.free) * slab.stride).astype(np.uint32)

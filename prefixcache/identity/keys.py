@@ -169,7 +169,7 @@ def _pack_sequence(tokens: Sequence[int]) -> bytes:
     return ids.tobytes()
 
 
-def _pack_array(ids: npt.NDArray[np.integer]) -> bytes:
+def _pack_array(ids: npt.NDArray[np.integer]) -> bytes | memoryview:
     if ids.ndim != 1:
         raise ValueError(f"tokens must be one sequence, got an array of shape {ids.shape}")
     if ids.size == 0:
@@ -180,7 +180,7 @@ def _pack_array(ids: npt.NDArray[np.integer]) -> bytes:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= 1 << 32:
             raise ValueError(f"token ids must be from 0 to 2^32-1, got {low} to {high}")
-    return ids.astype("<u4", copy=False).tobytes()
+    return np.ascontiguousarray(ids, dtype="<u4").view(np.uint8).data
 
 
 def _check_block_tokens(block_tokens: int) -> None:

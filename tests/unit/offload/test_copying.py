@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prefixcache_offload import copying
 from prefixcache_offload.copying import copy_from_slots, copy_to_slots
 
 GRANULE = 4096
@@ -14,6 +15,14 @@ def filled(granules: int, extra: int = 0) -> np.ndarray:
     return np.random.default_rng(granules).integers(0, 256, granules * GRANULE + extra, dtype=np.uint8)
 
 
+@pytest.fixture(params=[1, 1 << 60], ids=["rows", "loop"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Force one of the two ways of copying."""
+    monkeypatch.setattr(copying, "MIN_ROW_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("way")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     slots=st.lists(st.integers(0, 30), max_size=8),
     slot_bytes=st.sampled_from([1, 3, 100, GRANULE, GRANULE + 12, 2 * GRANULE]),
@@ -28,6 +37,8 @@ def test_loading_equals_slicing(slots: list[int], slot_bytes: int, base: int) ->
     assert target.tobytes() == b"".join(part.tobytes() for part in parts)
 
 
+@pytest.mark.usefixtures("way")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     slots=st.lists(st.integers(0, 15), max_size=8, unique=True),
     slot_bytes=st.sampled_from([1, 100, GRANULE, GRANULE + 12, 2 * GRANULE]),

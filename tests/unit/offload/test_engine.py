@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefixcache_offload import transfer
+from prefixcache_offload import transfer, vectored
 from prefixcache_offload.engine import EngineTensor, Holds, plan
 from prefixcache_offload.memory import Memory
 from prefixcache_offload.strides import PartShape, Span
@@ -33,11 +33,11 @@ LAYOUTS: list[tuple[str, tuple[Holds, ...]]] = [
 ]
 
 
-@pytest.fixture(params=["numpy", "torch"])
+@pytest.fixture(params=["numpy", "kernel", "torch"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Force one of the two ways of copying."""
-    monkeypatch.setattr(transfer, "FEW_MOVES", 1 << 40 if request.param == "numpy" else -1)
-    monkeypatch.setattr(transfer, "LARGE_MOVE_BYTES", 1 << 60)
+    """Force one of the three ways of copying; the last two begin with one move by numpy."""
+    monkeypatch.setattr(transfer, "_PATIENCE_S", 1e9 if request.param == "numpy" else -1e9)
+    monkeypatch.setattr(vectored, "MIN_PIECE_BYTES", 1 << 60 if request.param == "torch" else 0)
     return str(request.param)
 
 
@@ -121,7 +121,8 @@ def reference(case: Case, axes: str, holds: Holds, tensor: np.ndarray, pool: np.
 
 def random_bytes(shape: tuple[int, ...], itemsize: int, seed: int) -> np.ndarray:
     made = np.random.default_rng(seed).integers(0, 256, (*shape, itemsize), dtype=np.uint8)
-    return made.view(WORDS[itemsize])[..., 0]
+    words: np.ndarray = made.view(WORDS[itemsize])[..., 0]
+    return words
 
 
 @pytest.mark.parametrize(("axes", "holds"), LAYOUTS)
@@ -164,9 +165,10 @@ def test_two_ranks_store_halves_that_one_rank_reads(way: str) -> None:
     # read by another engine with another order, one tensor a layer, all heads
     for layer in range(3):
         keys = [np.zeros((1, 4, 24, 6), np.uint16) for _ in range(2)]
+        halves: tuple[Holds, Holds] = ("k", "v")
         jobs = [
             plan(part, Span(0, 4, layer, 1), EngineTensor.of(array, "1htd", holds), slots, places)
-            for array, holds in zip(keys, ("k", "v"), strict=True)
+            for array, holds in zip(keys, halves, strict=True)
         ]
         transfer.load(pool, jobs)
         for component in range(2):
@@ -205,7 +207,7 @@ def test_blocks_at_equal_distances_become_one_move() -> None:
     span = Span(0, 2, 0, 1)
 
     def moves(slots: list[int], places: list[int]) -> list[tuple[int, ...]]:
-        return [move.engine.shape for move in plan(part, span, tensor, slots, places).moves]
+        return [move.engine.shape for each in plan(part, span, tensor, slots, places).moves for move in each.moves()]
 
     assert moves([3, 5, 7, 9], [0, 4, 8, 12]) == [(4, 2, 1, 4, 8)]
     assert moves([3, 5, 8, 11], [0, 4, 8, 12]) == [(2, 2, 1, 4, 8)] * 2

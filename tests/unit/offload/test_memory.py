@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixcache_offload import transfer
+from prefixcache_offload import transfer, vectored
 from prefixcache_offload.engine import EngineTensor, plan
 from prefixcache_offload.memory import Memory, is_tensor
 from prefixcache_offload.pool import HostPool, MappedPool
@@ -18,9 +18,13 @@ from prefixcache_offload.strides import PartShape, Strided
 MIB = 1 << 20
 
 
-def test_torch_copies_out_of_a_read_only_pool_and_refuses_to_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "FEW_MOVES", -1)
-    monkeypatch.setattr(transfer, "LARGE_MOVE_BYTES", 1 << 60)
+@pytest.mark.parametrize("shortest", [0, 1 << 60], ids=["kernel", "torch"])
+@pytest.mark.parametrize("patience_s", [1e9, -1e9])
+def test_a_read_only_pool_is_read_by_every_way_and_written_by_none(
+    monkeypatch: pytest.MonkeyPatch, shortest: int, patience_s: float
+) -> None:
+    monkeypatch.setattr(transfer, "_PATIENCE_S", patience_s)
+    monkeypatch.setattr(vectored, "MIN_PIECE_BYTES", shortest)
     daemon = HostPool.create(1, MIB, MIB, writable=False)
     daemon.data[:] = np.arange(MIB, dtype=np.uint64).view(np.uint8)[:MIB]
     worker = MappedPool.attach(daemon.descriptor, *daemon.export_fds(), writable=False)
@@ -33,9 +37,8 @@ def test_torch_copies_out_of_a_read_only_pool_and_refuses_to_write_it(monkeypatc
     assert out[0, 0, 4:].contiguous().view(torch.uint8).numpy().tobytes() == expected
     with pytest.raises(ValueError, match="read-only memory"):
         transfer.store(pool, [job])
-    monkeypatch.setattr(transfer, "FEW_MOVES", 1 << 40)
-    with pytest.raises(ValueError, match="read-only"):
-        transfer.store(pool, [job])
+    with pytest.raises(ValueError, match="read-only memory"):
+        pool.tensor(Strided(0, (1,), (1,)), 1, as_source=False)
     worker.close()
     transfer.load(pool, [job])  # the memory still holds the mapping
     daemon.close()

@@ -17,6 +17,7 @@ from prefixcache.identity.keys import block_keys
 from prefixcache.server import reasons
 from prefixcache.server.errors import CallError
 from prefixcache.server.holdings import Reservation
+from prefixcache.server.layouts import Namespace
 from prefixcache.server.service import Shell, expect, granted_ttl
 from prefixcache.server.sessions import Session
 from prefixcache.v1 import cache_pb2 as pb
@@ -35,38 +36,45 @@ class CacheCalls:
 
     def acquire(self, session: Session, request: pb.AcquireRequest) -> pb.AcquireResponse | Future[Any]:
         """One lookup of one prompt, pinned."""
-        shell, number = self._shell, request.namespace_id
-        namespace = shell.namespaces.get(number) or shell.namespace(number)
+        number = request.namespace_id
+        namespace = self._shell.namespaces.get(number) or self._shell.namespace(number)
         keys = request.keys
         if not keys or len(keys) % KEY_BYTES or request.tokens:
             keys = self._keys(session, request, allow_none=request.prompt_tokens > 0)
-        first, most = request.from_block, request.max_blocks
-        if shell.draining:
+        event = self._acquire_event(session, request, keys, namespace.spec.block_tokens)
+        tail = keys[-KEY_BYTES:]
+        with self._owner.lock:
+            reply = self._owner.acquire(event)
+            if type(reply) is c.Acquired:
+                return self._granted(session, namespace, tail, reply)
+        if isinstance(reply, Future):
+            return _mapped(reply, lambda late: self._granted(session, namespace, tail, expect(late, c.Acquired)))
+        raise reasons.refusal(expect(reply, c.Refused))
+
+    def _acquire_event(
+        self, session: Session, request: pb.AcquireRequest, keys: bytes, block_tokens: int
+    ) -> e.AcquireRequested:
+        if self._shell.draining:
             raise _draining()
-        config = shell.config
-        event = e.AcquireRequested(
+        config, first, most = self._shell.config, request.from_block, request.max_blocks
+        return e.AcquireRequested(
             session.id,
             request.lease,
-            number,
+            request.namespace_id,
             keys,
             first,
-            request.prompt_tokens or _prompt_tokens(request, keys, namespace.spec.block_tokens),
+            request.prompt_tokens or _prompt_tokens(request, keys, block_tokens),
             granted_ttl(request.ttl_ms, config.lease_ttl, config.lease_ttl_max),
             max(most - first, 0) if most else None,
         )
-        tail = keys[-KEY_BYTES:]
-        with self._owner.lock:
-            held = self._holdings.leases.get(event.lease)
-            if held is not None and held.tail != tail and held.session == session.id:
+
+    def _granted(self, session: Session, namespace: Namespace, tail: bytes, reply: c.Acquired) -> pb.AcquireResponse:
+        """Note the lease, inside the owner's lock, and say what is in it."""
+        if reply.planned_blocks:
+            lease = self._holdings.leased(session.id, namespace, reply, tail)
+            if lease.tail != tail:
                 raise CallError(common.REASON_ID_IN_USE, "the lease id is in use for another prompt; choose a new one")
-            reply = self._owner.acquire(event)
-            if type(reply) is c.Acquired:
-                if reply.planned_blocks:
-                    self._holdings.leased(session.id, namespace, reply, tail)
-                return self._acquired(reply)
-        if isinstance(reply, Future):
-            return _mapped(reply, lambda late: self._acquired_late(session, number, tail, late))
-        raise reasons.refusal(expect(reply, c.Refused))
+        return self._acquired(reply)
 
     def _acquired(self, reply: c.Acquired) -> pb.AcquireResponse:
         # Field by field: message constructors with arguments cost three times as much (nested ones are encoded and
@@ -92,12 +100,6 @@ class CacheCalls:
         if reply.present is not None:
             response.present = np.packbits(reply.present, bitorder="little").tobytes()
         return response
-
-    def _acquired_late(self, session: Session, number: int, tail: bytes, reply: c.Reply) -> pb.AcquireResponse:
-        acquired: c.Acquired = expect(reply, c.Acquired)
-        if acquired.planned_blocks:
-            self._holdings.leased(session.id, self._shell.namespace(number), acquired, tail)
-        return self._acquired(acquired)
 
     def release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         """End a lease; blocks above `used_blocks` are missed."""

@@ -106,7 +106,7 @@ class Owner:
                 self.failure = f"{type(event).__name__} failed"
         if len(commands) == 1 and type(commands[0]) in _REPLIES:
             return self._route(commands[0]) if self._waiters else commands[0]  # type: ignore[arg-type, return-value]
-             # just checked
+            # just checked
         return self._execute(commands)
 
     def _execute(self, commands: list[c.Command]) -> c.Reply | None:

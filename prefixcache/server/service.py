@@ -28,6 +28,7 @@ from prefixcache_offload.pool import HostPool
 PROTOCOL: Final = 1
 _MAX_NAME: Final = 200
 
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """One rpc. `answer(session, request)` answers a message, a future of one, or, for streams, an iterator.

@@ -66,9 +66,7 @@ class Statistics:
         pool = state.pools[HOST_POOL]
         filling = quarantined = 0
         for reservation in state.reservations.values():
-            size = sum(
-                len(slots) * reservation.space.strides[part] for part, slots in reservation.slots.items()
-            )
+            size = sum(len(slots) * reservation.space.strides[part] for part, slots in reservation.slots.items())
             if reservation.expired or reservation.ended:
                 quarantined += size
             else:

@@ -88,9 +88,7 @@ class StreamCalls:
             )
         return total
 
-    def _write_piece(
-        self, session: Session, reservation_id: bytes, reservation: Reservation, piece: Piece
-    ) -> None:
+    def _write_piece(self, session: Session, reservation_id: bytes, reservation: Reservation, piece: Piece) -> None:
         shell = self._shell
         pool_id, slot = _checked_place(reservation, piece)
         size = reservation.namespace.part_bytes[piece.part]

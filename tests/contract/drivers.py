@@ -40,6 +40,11 @@ class Driver(Protocol):
         ...
 
 
+def raw(channel: grpc.Channel) -> Any:
+    """The channel for calls in plain bytes, whose types the stubs do not know."""
+    return channel
+
+
 def response_type(rpc: str) -> Any:
     """The response class of an rpc of CacheService."""
     return getattr(cache_pb2, f"{rpc}Response")

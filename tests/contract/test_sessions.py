@@ -1,6 +1,6 @@
 """How sessions, leases and reservations end: by word, by time, by hanging up."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -11,7 +11,7 @@ from prefixcache.server.app import Daemon
 from prefixcache.v1 import cache_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
 from tests.contract.conftest import Worker, namespace_spec, new_id, new_keys, start_daemon
-from tests.contract.drivers import Failure, GrpcDriver, LocalDriver
+from tests.contract.drivers import Failure, GrpcDriver, LocalDriver, raw
 from tests.e2e.processes import wait_until
 
 EXHAUSTED = 8
@@ -105,7 +105,7 @@ def test_leases_reservations_namespaces_and_keys_are_bounded(local: LocalDriver)
     for _ in range(2):
         worker.acquire(keys)
         worker.reserve(new_id(), new_keys(1))
-    attempts = [
+    attempts: list[Callable[[], object]] = [
         lambda: worker.acquire(keys),
         lambda: worker.reserve(new_id(), new_keys(1)),
         lambda: open_namespaces(worker),
@@ -181,7 +181,7 @@ def test_a_pool_full_of_leased_blocks_grants_nothing_and_says_why(tmp_path: Path
 
 
 def test_a_grpc_call_with_garbage_is_a_bad_argument(driver: GrpcDriver) -> None:
-    method = driver.channel.unary_unary("/prefixcache.v1.CacheService/Acquire")
+    method = raw(driver.channel).unary_unary("/prefixcache.v1.CacheService/Acquire")
     with pytest.raises(grpc.RpcError) as refused:
         method(b"\xff\xff\xff garbage", timeout=20)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -1,18 +1,19 @@
 """ReadBlocks and WriteBlocks: bytes of workers that cannot map the pools."""
 
 import secrets
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 
 from prefixcache.server.app import Daemon
 from prefixcache.v1 import cache_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
 from tests.contract.conftest import BLOCK_TOKENS, Worker, namespace_spec, new_id, new_keys, start_daemon
-from tests.contract.drivers import Failure, GrpcDriver, LocalDriver, grpc_failure
+from tests.contract.drivers import Failure, GrpcDriver, LocalDriver, grpc_failure, raw
+from tests.e2e.processes import wait_until
 
 MIB = 1 << 20
 
@@ -143,7 +144,7 @@ def test_a_cancelled_stream_keeps_the_slots(driver: GrpcDriver, daemon: Daemon) 
     worker = Worker(driver, large_spec())
     reservation = new_id()
     worker.reserve(reservation, new_keys(1))
-    method = driver.channel.stream_unary("/prefixcache.v1.CacheService/WriteBlocks")
+    method = raw(driver.channel).stream_unary("/prefixcache.v1.CacheService/WriteBlocks")
     first = pb.WriteBlocksRequest(session=worker.session, reservation=reservation).SerializeToString()
 
     def messages() -> Iterator[bytes]:
@@ -197,14 +198,13 @@ def test_a_lease_that_ends_while_it_is_read_is_lost_not_wrong(driver: GrpcDriver
     worker.reserve(reservation, keys)
     filled(worker, reservation, 2)
     worker.acquire(keys, lease=lease)
-    method = driver.channel.unary_stream("/prefixcache.v1.CacheService/ReadBlocks")
+    method = raw(driver.channel).unary_stream("/prefixcache.v1.CacheService/ReadBlocks")
     # Larger than what gRPC takes in advance, so the server is still reading when the lease ends.
     stream = method(pb.ReadBlocksRequest(session=worker.session, lease=lease).SerializeToString(), timeout=20)
     next(stream)
     worker.release(lease, 0)
     with pytest.raises(grpc.RpcError) as lost:
-        for _ in range(100):
-            next(stream)
+        list(stream)
     assert grpc_failure(lost.value).reason == common.REASON_LEASE_LOST
 
 
@@ -215,27 +215,34 @@ def test_streams_have_a_bound_and_unary_calls_go_on(tmp_path: Any) -> None:
         worker = Worker(driver)
         worker.reserve(reservation := new_id(), new_keys(1))
         first = pb.WriteBlocksRequest(session=worker.session, reservation=reservation, data=b"x" * 16)
-        begun, gate = np.zeros(1), []
+        begun, gate = threading.Event(), threading.Event()
 
         def slow() -> Iterator[bytes]:
             yield first.SerializeToString()
-            begun[0] = 1
-            while not gate:
-                driver.call("KeepAlive", pb.KeepAliveRequest(session=worker.session))
+            begun.set()
+            gate.wait(20)
 
-        running = driver.channel.stream_unary("/prefixcache.v1.CacheService/WriteBlocks").future(slow(), timeout=20)
-        while not begun[0]:
-            driver.call("KeepAlive", pb.KeepAliveRequest(session=worker.session))
-        with pytest.raises(Failure) as refused:
-            for _ in range(50):  # the first stream may not have reached its handler yet
-                write(driver, [first])
-        assert refused.value.reason == common.REASON_LIMIT
-        gate.append(1)
+        stream = raw(driver.channel).stream_unary("/prefixcache.v1.CacheService/WriteBlocks")
+        running = stream.future(slow(), timeout=20)
+        assert begun.wait(20)
+        # The first stream may not have reached its handler yet.
+        assert wait_until(lambda: outcome_of_write(driver, first) == common.REASON_LIMIT)
+        driver.call("KeepAlive", pb.KeepAliveRequest(session=worker.session))
+        gate.set()
         with pytest.raises(grpc.RpcError):
             running.result()
     finally:
         driver.close()
         daemon.stop()
+
+
+def outcome_of_write(driver: GrpcDriver, message: pb.WriteBlocksRequest) -> int:
+    """The reason of a refused stream, 0 when it was taken."""
+    try:
+        write(driver, [message])
+    except Failure as failure:
+        return failure.reason
+    return 0
 
 
 def test_a_local_session_may_write_through_the_server_as_well(driver: GrpcDriver, daemon: Daemon) -> None:

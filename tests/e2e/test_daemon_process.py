@@ -298,5 +298,3 @@ def close_pipes(child: "subprocess.Popen[str]") -> None:
 def fetch(url: str) -> str:
     with urllib.request.urlopen(url, timeout=20) as answer:
         return str(answer.read().decode())
-
-

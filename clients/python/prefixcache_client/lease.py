@@ -150,11 +150,12 @@ class Lease:
         raise IndexError(f"the lease holds no block {block} of part {part}")
 
     def valid(self) -> bool:
-        """Whether everything read through the lease until now was what was leased. False after `release`."""
+        """Whether all that was read through the lease until now was what was leased. False once it has ended or failed."""
         grant = self._grant
         if grant is None or time.monotonic() >= grant.ends_at:
             return False
-        return grant.session.path.intact(self._all_runs())
+        runs = self._all_runs()
+        return not self._lost and grant.session.path.intact(runs)
 
     def release(self, used_tokens: int | None = None) -> None:
         """Give the blocks back; a second call does nothing. `used_tokens`: what was used, else what was copied."""

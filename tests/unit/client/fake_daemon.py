@@ -105,6 +105,7 @@ class FakeDaemon:
         self.pool = HostPool.create(0, self.pool_bytes, SLOT_GRANULE, writable=self.writable)
         self.next_slot = 1
         self.generation = int.from_bytes(os.urandom(4), "little") << 8
+        self.sessions: set[bytes] = set()
         self.specs: dict[int, Any] = {}
         self.blocks: dict[tuple[int, bytes, int], tuple[int, int]] = {}
         self.leases: dict[bytes, list[int]] = {}
@@ -164,15 +165,24 @@ class FakeDaemon:
             if self.faults.delay_s:
                 threading.Event().wait(self.faults.delay_s)
             try:
-                if self.faults.lose_session and method not in (1, 12):
-                    self.faults.lose_session = False
-                    raise RefusedCall(5, common_pb2.REASON_SESSION_UNKNOWN)
-                return self.handle(method, payload, os.urandom(16))
+                if method == 1:
+                    self.sessions.add(owner := os.urandom(16))
+                    return self.handle(method, payload, owner)
+                self._check_session(method, payload)
+                return self.handle(method, payload, b"")
             except RefusedCall as refused:
                 abort(context, refused)
                 raise
 
         return grpc.unary_unary_rpc_method_handler(answer)
+
+    def _check_session(self, method: int, payload: bytes) -> None:
+        kind, _ = self._actions()[method]
+        if self.faults.lose_session and method != 12:
+            self.faults.lose_session = False
+            self.sessions.clear()
+        if kind.FromString(payload).session not in self.sessions:
+            raise RefusedCall(5, common_pb2.REASON_SESSION_UNKNOWN)
 
     def _read_blocks(self, payload: bytes, context: Any) -> Iterator[bytes]:
         request = cache_pb2.ReadBlocksRequest.FromString(payload)

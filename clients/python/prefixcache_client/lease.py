@@ -150,7 +150,7 @@ class Lease:
         raise IndexError(f"the lease holds no block {block} of part {part}")
 
     def valid(self) -> bool:
-        """Whether all that was read through the lease until now was what was leased. False once it has ended or failed."""
+        """Whether all that was read through the lease so far was what was leased. False once it ended or failed."""
         grant = self._grant
         if grant is None or time.monotonic() >= grant.ends_at:
             return False

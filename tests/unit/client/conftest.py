@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from prefixcache_client import Client, ClientOptions, Namespace
 
 from prefixcache.identity.layout import GroupKind, LayerGroup, Layout
+from prefixcache_client import Client, ClientOptions, Namespace
 from tests.unit.client.fake_daemon import FakeDaemon
 
 LAYOUT = Layout.of(LayerGroup(GroupKind.FULL, (0, 1), 2, 8, 8, "float32"))

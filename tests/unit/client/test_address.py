@@ -3,6 +3,7 @@
 import tempfile
 
 import pytest
+
 from prefixcache_client.address import default_socket, parse_address
 
 

@@ -1,6 +1,7 @@
 """The breaker's states, on a clock of the test's own."""
 
 import pytest
+
 from prefixcache_client.breaker import CLOSED, HALF_OPEN, OPEN, CircuitBreaker
 
 

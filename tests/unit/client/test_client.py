@@ -6,9 +6,9 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from prefixcache_client import Blocks, Client, LeaseEndedError, Namespace, PromptKeys
 
 from prefixcache.v1 import common_pb2
+from prefixcache_client import Blocks, Client, LeaseEndedError, Namespace, PromptKeys
 from tests.unit.client.conftest import BLOCK_TOKENS, BLOCKS, TOKENS, MakeClient, block_data, stored
 from tests.unit.client.fake_daemon import FakeDaemon, wait_until
 
@@ -101,7 +101,7 @@ def test_views_are_read_only_and_outlive_the_lease(client: Client, ns: Namespace
             assert np.array_equal(array, data[4])
             with pytest.raises(ValueError, match="read-only"):
                 array[0] = 1
-            with pytest.raises(ValueError, match="WRITEABLE|writeable"):
+            with pytest.raises(ValueError, match=r"WRITEABLE|writeable"):
                 array.flags.writeable = True
         with pytest.raises(IndexError):
             lease.view(6)

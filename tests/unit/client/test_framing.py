@@ -5,15 +5,14 @@ import struct
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from prefixcache_client.framing import END, ERROR, MAX_PAYLOAD_BYTES, BadFrame, FrameBuffer, pack_frame
 
-frames = st.lists(
-    st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 255), st.sampled_from([END, END | ERROR, 0]), st.binary(max_size=60)),
-    max_size=8,
-)
+flags = st.sampled_from([END, END | ERROR, 0])
+frame = st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 255), flags, st.binary(max_size=60))
 
 
-@given(frames=frames, cuts=st.lists(st.integers(1, 40), min_size=1))
+@given(frames=st.lists(frame, max_size=8), cuts=st.lists(st.integers(1, 40), min_size=1))
 def test_any_cut_gives_the_same_frames(frames: list[tuple[int, int, int, bytes]], cuts: list[int]) -> None:
     wire = b"".join(pack_frame(call, method, payload, flags) for call, method, flags, payload in frames)
     buffer, got, at = FrameBuffer(), [], 0

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from prefixcache_client import Client, Namespace, PromptKeys
 
 from prefixcache.identity.fingerprint import IdentityError, NamespaceIdentity
 from prefixcache.identity.keys import block_keys, root_key
 from prefixcache.identity.layout import GroupKind, LayerGroup, Layout, LayoutError
 from prefixcache.v1 import common_pb2
+from prefixcache_client import Client, Namespace, PromptKeys
 from tests.unit.client.conftest import BLOCK_TOKENS, DIGEST, LAYOUT, TOKENS
 
 
@@ -79,8 +79,8 @@ def test_bad_tokens(bad: object) -> None:
 def test_mistakes_raise() -> None:
     with pytest.raises(IdentityError):
         Client("unix:///nowhere").namespace(LAYOUT, b"short")
+    huge = Layout.of(LayerGroup(GroupKind.FULL, tuple(range(64)), 64, 1 << 16, 1 << 16, "float32"))
     with pytest.raises(LayoutError):
-        huge = Layout.of(LayerGroup(GroupKind.FULL, tuple(range(64)), 64, 1 << 16, 1 << 16, "float32"))
         Client("unix:///nowhere").namespace(huge, DIGEST)
     with pytest.raises(ValueError, match="zero"):
         make(tenant_key=bytes(32))
@@ -118,7 +118,8 @@ def test_the_spec_tells_sizes_and_no_secret() -> None:
     assert spec.root_key == b""
     assert len(spec.label) == 200
     full, sliding = spec.groups
-    assert (full.kind, full.layers, full.kv_heads, full.k_bytes, full.v_bytes) == (common_pb2.GROUP_KIND_FULL, 2, 2, 16, 8)
+    assert full.kind == common_pb2.GROUP_KIND_FULL
+    assert (full.layers, full.kv_heads, full.k_bytes, full.v_bytes) == (2, 2, 16, 8)
     assert (sliding.window_tokens, sliding.k_bytes, sliding.scale_bytes) == (32, 4, 6)
     for part in spec.parts:
         group = spec.groups[part.group]

@@ -1,8 +1,7 @@
 """Reasons have one name each, the contract's."""
 
-from prefixcache_client import reasons
-
 from prefixcache.v1 import common_pb2
+from prefixcache_client import reasons
 
 
 def test_names_of_the_contract_in_lower_case() -> None:

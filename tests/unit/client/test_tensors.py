@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from prefixcache.identity.layout import GroupKind, LayerGroup, Layout
 from prefixcache_client import Blocks, Layers, Pages
 from prefixcache_client.blocks import BlockFormat
 from prefixcache_client.tensors import Several, as_tensors
 from prefixcache_offload import transfer
 from prefixcache_offload.memory import Memory
-
-from prefixcache.identity.layout import GroupKind, LayerGroup, Layout
 
 HEADS, DIM, SIZE = 2, 8, 16
 FORM = BlockFormat(Layout.of(LayerGroup(GroupKind.FULL, (0, 1, 2), HEADS, DIM, DIM, "float32")), SIZE)
@@ -36,9 +36,8 @@ def canonical(layers: list[tuple[np.ndarray, np.ndarray]], token: int) -> bytes:
 
 def kv(tokens: int, layers: int = 3, seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
     rng = np.random.default_rng(seed)
-    return [
-        (rng.random((HEADS, tokens, DIM), np.float32), rng.random((HEADS, tokens, DIM), np.float32)) for _ in range(layers)
-    ]
+    shape = (HEADS, tokens, DIM)
+    return [(rng.random(shape, np.float32), rng.random(shape, np.float32)) for _ in range(layers)]
 
 
 def put(tensors: Any, blocks: list[int], form: BlockFormat = FORM, part: int = 0) -> np.ndarray:
@@ -126,7 +125,7 @@ def test_blocks_with_strides_are_read_in_c_order(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("page", [4, 16, 32])
 @pytest.mark.parametrize("fused", [True, False])
-def test_pages_of_an_engine(page: int, fused: bool) -> None:  # noqa: FBT001 # a parameter of the test
+def test_pages_of_an_engine(page: int, fused: bool) -> None:
     layers, tokens = kv(64), 64
     count = tokens // page
     ids = np.random.default_rng(page).permutation(count + 3)[:count]

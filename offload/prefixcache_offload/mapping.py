@@ -4,7 +4,7 @@ The rule: memory is unmapped when the last view of it is gone, never before. `Ma
 own hold; the buffer protocol does the rest. What the bytes mean is not known here.
 
 Mappings are not inherited by a forked child (MADV_DONTFORK): a child must never write into a slot its parent filled.
-The child keeps the Python objects, so the hole that the kernel leaves at each address is filled with private zero pages:
+The child keeps the Python objects, so the hole that the kernel leaves at each address gets private zero pages:
 an array kept across the fork is then readable (zeros) instead of a crash, and its destructor unmaps what is its own.
 """
 

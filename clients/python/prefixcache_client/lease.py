@@ -141,8 +141,10 @@ class Lease:
         """`with lease.view(i) as array`: the bytes of block i (its position in the prompt), read-only u8[part bytes].
 
         No copy where memory is shared. The bytes are promised while the lease lives: call `valid` after the last use.
-        Raises IndexError when the lease does not hold the block.
+        Raises IndexError when the lease does not hold the block; entering it raises LeaseEndedError after the lease.
         """
+        if self.tokens:
+            self._granted()
         for run in self._all_runs():
             found = run.within(range(block, block + 1)) if run.part == part else None
             if found is not None:

@@ -109,6 +109,8 @@ def test_views_are_read_only_and_outlive_the_lease(client: Client, ns: Namespace
             lease.view(0, part=1)
     with pytest.raises(LeaseEndedError):
         view.__enter__()
+    with pytest.raises(LeaseEndedError):
+        lease.view(1)
     client.close()
     gc.collect()
     assert int(array.sum()) == int(data[4].sum()), "an array kept beyond its lease stays readable"

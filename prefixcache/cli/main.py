@@ -149,6 +149,19 @@ def bench(
     run(Settings.of(context, as_json=json), {section.value for section in sections or []}, quick=quick)
 
 
+@app.command()
+def demo(
+    context: typer.Context,
+    *,
+    prompts: Annotated[int, typer.Option(metavar="N", min=2, help="Prompts that share the system prompt.")] = 8,
+    json: JsonFlag = False,
+) -> None:
+    """Let two workers with a real model share a system prompt. Starts its own daemon and leaves nothing behind."""
+    from prefixcache.cli.demo import run
+
+    run(Settings.of(context, as_json=json), prompts)
+
+
 def main() -> None:
     """Entry point of the `prefixcache` script."""
     app()

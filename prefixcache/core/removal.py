@@ -32,8 +32,7 @@ class Remover:
         state = self.state
         space = node.space
         assert space is not None
-        if state.config.publish:
-            self._publish_tail(space, node, count, out)
+        state.publish_blocks(Change.REMOVED, node, node.count - count, out)
         whole = count == node.count
         parent = node.parent
         if whole:
@@ -148,9 +147,3 @@ class Remover:
             node = parent
         if node.parent is None and not node.children:
             space.limbo.discard(node)
-
-    def _publish_tail(self, space: Namespace, node: Node, count: int, out: list[Command]) -> None:
-        at = (node.count - count) * KEY_BYTES
-        parent = node.edge[at - KEY_BYTES : at] if at else space.parent_key(node)
-        out.append(self.state.publish(Change.REMOVED, space, node.edge[at:], parent, node.end - count))
-

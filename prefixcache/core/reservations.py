@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from prefixcache.core.commands import Reserved
 from prefixcache.core.events import Coverage
-from prefixcache.core.ids import NO_SLOT, ReservationId, SessionId, Slots
+from prefixcache.core.ids import KEY_BYTES, NO_SLOT, ReservationId, SessionId, Slots
 from prefixcache.core.radix import Node, Pin
 
 if TYPE_CHECKING:
@@ -55,6 +55,16 @@ class Reservation:
         self.deadline = reply.expires_at
         self.expired = False
         self.ended = False
+
+    def keys_at(self, block: int) -> tuple[bytes, bytes]:
+        """(key in front of a patched block, its own key), found above the pinned node."""
+        assert self.pin is not None
+        node = self.pin.node
+        while node.start > block and node.parent is not None:
+            node = node.parent
+        at = (block - node.start) * KEY_BYTES
+        before = node.edge[at - KEY_BYTES : at] if at else node.parent.edge[-KEY_BYTES:] if node.parent else b""
+        return before, node.edge[at : at + KEY_BYTES]
 
     def held_slots(self) -> Slots:
         """Every slot that is still its own (not settled)."""

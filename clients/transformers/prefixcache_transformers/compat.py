@@ -5,6 +5,7 @@ What belongs here: how a cache is made, filled and handed to a model. It must no
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any, cast
 
@@ -65,11 +66,16 @@ def fill_layer(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor,
 
     Shapes [batch, kv_heads, kept tokens, dim]. The tensors become the layer's own; `update` would copy them once more.
     """
-    takes_values = len(inspect.signature(layer.lazy_initialization).parameters) > 1
-    layer.lazy_initialization(*((keys, values) if takes_values else (keys,)))
+    layer.lazy_initialization(*((keys, values) if _initialised_by_values(type(layer)) else (keys,)))
     layer.keys, layer.values = keys, values
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = tokens  # what positions and masks are counted from
+
+
+@functools.cache
+def _initialised_by_values(layer: type[CacheLayerMixin]) -> bool:
+    """5.x prepares a layer by its first keys and values, 4.57 by its keys."""
+    return "value_states" in inspect.signature(layer.lazy_initialization).parameters
 
 
 def generate_cache_keyword() -> str:

@@ -1,5 +1,6 @@
 """Pools between processes: what is shared, what is refused, and what survives what."""
 
+import ctypes
 import fcntl
 import gc
 import mmap
@@ -98,6 +99,9 @@ def test_read_only_pool_cannot_be_mapped_writable_even_through_proc() -> None:
         mmap.mmap(reopened, MIB, access=mmap.ACCESS_WRITE)
     with pytest.raises(PermissionError):
         os.pwrite(reopened, b"x", 0)
+    punch_hole_keeping_size = 3
+    assert ctypes.CDLL(None).fallocate(reopened, punch_hole_keeping_size, ctypes.c_long(0), ctypes.c_long(4096)) == -1
+    assert pool.data[0] == 5
     os.close(reopened)
     pool.close()
 

@@ -287,12 +287,6 @@ Reply: TypeAlias = (
     | SnapshotLoaded
 )
 Order: TypeAlias = (
-    SetGenerations
-    | CopySlots
-    | ComputeChecksum
-    | VerifyParts
-    | LeaseEnded
-    | ReservationEnded
-    | Published
+    SetGenerations | CopySlots | ComputeChecksum | VerifyParts | LeaseEnded | ReservationEnded | Published
 )
 Command: TypeAlias = Reply | Order

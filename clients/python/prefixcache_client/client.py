@@ -1,0 +1,194 @@
+"""The blocking client: what an engine calls on a request's path.
+
+Rules:
+1. `acquire`, `store` and `lookup` never raise because of the cache: no server, a slow one, a full one or a lying one
+   is a miss with a reason. They do raise for mistakes of the caller: tokens that are none, tensors of the wrong size.
+2. Every call has a deadline. A client is made without a server and finds one whenever it comes.
+3. One client serves any number of threads; a forked child goes on with a session of its own.
+
+What belongs here: the surface. How is said in acquire, lease, store and link.
+"""
+
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self, TypedDict, Unpack
+
+from prefixcache.identity.canonical import Value
+from prefixcache.identity.fingerprint import Scales
+from prefixcache.identity.layout import Layout
+from prefixcache.identity.model import NamespaceOptions
+from prefixcache_client import acquire, lookup, store
+from prefixcache_client import namespace as namespaces
+from prefixcache_client.acquire import Wish
+from prefixcache_client.address import parse_address
+from prefixcache_client.lease import Lease
+from prefixcache_client.link import Link
+from prefixcache_client.namespace import Namespace, Prompt, Secrets
+from prefixcache_client.options import ClientOptions
+from prefixcache_client.reasons import QUEUE_FULL
+from prefixcache_client.results import LookupResult, StoreResult
+from prefixcache_client.stats import ClientStats, Counters
+from prefixcache_client.writer import Writer
+
+
+class IdentityOptions(TypedDict, total=False):
+    """What KV bytes depend on beside layout and weights; see identity.fingerprint.NamespaceIdentity."""
+
+    block_tokens: int
+    weights_epoch: int
+    quantisation: str
+    compute_dtype: str
+    k_scales: Scales
+    v_scales: Scales
+    codec: str
+    rope: Mapping[str, Value]
+    config: Mapping[str, Value]
+    overrides: Mapping[str, Value]
+    lora: bytes
+    tenant: str
+    engine: str
+
+
+class AcquireOptions(TypedDict, total=False):
+    """What a caller wants of a lease; see Client.acquire."""
+
+    max_tokens: int | None
+    from_token: int
+    ttl_s: float | None
+    recompute_s_per_token: float
+    timeout_s: float | None
+
+
+class Client:
+    """A connection to the host's daemon, opened at the first call and whenever it is lost."""
+
+    def __init__(self, address: str | None = None, options: ClientOptions | None = None) -> None:
+        """`address`: `unix:///path` or `HOST:PORT`; None takes PREFIXCACHE_ADDRESS, else the default socket.
+
+        Never connects, so it never fails for a missing server. Raises ValueError for an address that is none.
+        """
+        self.options = options or ClientOptions()
+        self._counters = Counters()
+        self._link = Link(parse_address(address), self.options, self._counters)
+        self._writer = Writer(self.options.store_queue)
+        self._finalizer = weakref.finalize(self, _close, self._link, self._writer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the session and drop the mappings: leases still held are lost, later calls miss (`client_closed`)."""
+        self._finalizer()
+
+    def namespace(
+        self,
+        layout: Layout,
+        weights_digest: bytes,
+        *,
+        tenant_key: bytes | None = None,
+        cache_salt: bytes = b"",
+        label: str = "",
+        **identity: Unpack[IdentityOptions],
+    ) -> Namespace:
+        """The namespace of a model whose blocks look like `layout`; makes no call.
+
+        `weights_digest`: 32 bytes, see prefixcache.identity.weights. `tenant_key`: None or 32 secret bytes; without
+        anybody who can guess a prompt can find its blocks. `label` is shown by `prefixcache status`. `identity`: what
+        else the bytes depend on, see NamespaceIdentity. Raises LayoutError or IdentityError for what cannot exist.
+        """
+        return namespaces.namespace_of(layout, weights_digest, Secrets(tenant_key, cache_salt, label), **identity)
+
+    def namespace_from_hf(
+        self,
+        config: object,
+        weights_digest: bytes,
+        kv_dtype: object,
+        *,
+        tenant_key: bytes | None = None,
+        cache_salt: bytes = b"",
+        label: str = "",
+        **options: Unpack[NamespaceOptions],
+    ) -> Namespace:
+        """The namespace of a model running from a Hugging Face `config` (the object, or the dict of a config.json).
+
+        `kv_dtype`: "bfloat16", torch.bfloat16, ... `options`: see prefixcache.identity.model.NamespaceOptions. Raises
+        ConfigError for a model that cannot be described for certain, else as `namespace`.
+        """
+        secrets = Secrets(tenant_key, cache_salt, label)
+        return namespaces.namespace_from_hf(config, weights_digest, kv_dtype, secrets, **options)
+
+    def acquire(
+        self,
+        ns: Namespace,
+        prompt: Prompt,
+        *,
+        max_tokens: int | None = None,
+        from_token: int = 0,
+        ttl_s: float | None = None,
+        recompute_s_per_token: float = 0.0,
+        timeout_s: float | None = None,
+    ) -> Lease:
+        """Lease the longest cached prefix of `prompt`, for a `with`; a lease of 0 tokens is a miss.
+
+        `max_tokens`: the longest prefix of use (an engine computes at least one token itself). `from_token`: what the
+        engine has already; rounded down to a block. `ttl_s`: how long the copy may take. `recompute_s_per_token`: what
+        a miss costs. Raises ValueError or TypeError for a prompt that is none.
+        """
+        options = self.options
+        wish = Wish(
+            max_tokens,
+            from_token,
+            options.lease_ttl_s if ttl_s is None else ttl_s,
+            recompute_s_per_token,
+            options.timeout_s if timeout_s is None else timeout_s,
+        )
+        return acquire.acquire(self._link, ns, prompt, wish)
+
+    def store(self, ns: Namespace, prompt: Prompt, tensors: Any, *, from_token: int = 0) -> StoreResult:
+        """Store the whole blocks of `prompt` that `tensors` hold and the server lacks, and wait until they are visible.
+
+        `from_token`: where storing begins; rounded up to a block. Raises ValueError or TypeError for a prompt that is
+        none and for tensors that do not fit the layout.
+        """
+        return store.store(self._link, ns, ns.epoch, prompt, tensors, from_token)
+
+    def store_later(self, ns: Namespace, prompt: Prompt, tensors: Any, *, from_token: int = 0) -> "Future[StoreResult]":
+        """As `store`, on a thread of the client's. Do not change `tensors` until the future is done.
+
+        When `options.store_queue` stores are waiting already, the new one is dropped: its result has reason
+        `queue_full`.
+        """
+        link, epoch = self._link, ns.epoch
+        keys = ns.hash(prompt, epoch)
+        later = self._writer.submit(lambda: store.store(link, ns, epoch, keys, tensors, from_token))
+        return later if later is not None else self._dropped(len(keys.keys) // 32)
+
+    def lookup(self, ns: Namespace, prompt: Prompt, *, timeout_s: float | None = None) -> LookupResult:
+        """How much of a prompt is cached, here and on other nodes. Leases nothing and counts as no use."""
+        return lookup.lookup(self._link, ns, prompt, self.options.timeout_s if timeout_s is None else timeout_s)
+
+    def stats(self) -> ClientStats:
+        """Counters since the client was made."""
+        session = self._link.session
+        breaker = self._link.breaker
+        kind = session.kind if session is not None and session.alive else ""
+        return self._counters.snapshot(breaker.state, breaker.times_opened, kind)
+
+    def _dropped(self, blocks: int) -> "Future[StoreResult]":
+        refused = {QUEUE_FULL: blocks}
+        self._counters.stored(0, 0, refused)
+        dropped: Future[StoreResult] = Future()
+        dropped.set_result(StoreResult(0, 0, 0, refused, QUEUE_FULL))
+        return dropped
+
+
+def _close(link: Link, writer: Writer) -> None:
+    writer.drain()
+    link.close()

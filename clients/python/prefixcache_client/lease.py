@@ -1,0 +1,235 @@
+"""A lease: blocks of one prompt that stay valid until it is released or runs out.
+
+Rules:
+1. Bytes are trusted only after the copy: the lease must not have run out and every slot must still have its generation.
+   Whatever fails is a `CopyResult` with a reason, never an exception.
+2. A lease is released once: by `release`, by leaving its `with`, or, with a word in the log, by the garbage collector.
+3. A miss is a lease of 0 tokens; nothing has to be told to the server about it.
+
+It must not know how bytes travel (paths) or how calls are made (link).
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from prefixcache.v1 import cache_pb2, common_pb2
+from prefixcache_client.blocks import BlockFormat
+from prefixcache_client.errors import Failure, LeaseEndedError
+from prefixcache_client.link import Link
+from prefixcache_client.reasons import LEASE_LOST, UNUSED, reason_value
+from prefixcache_client.results import CopyResult
+from prefixcache_client.runs import SlotRun, leased_runs
+from prefixcache_client.session import Session
+from prefixcache_client.tensors import KvTensors, as_tensors
+from prefixcache_client.transport import RELEASE
+from prefixcache_offload.mapping import Bytes
+
+log = logging.getLogger("prefixcache_client")
+
+
+class Grant:
+    """What a lease holds on to while it lives: the session, the id, when it runs out, and the slots.
+
+    The slots are unpacked at the first copy: that is half the cost of an acquire, and the request's path is not the
+    place.
+    """
+
+    __slots__ = ("_packed", "_runs", "ends_at", "lease", "session")
+
+    def __init__(self, session: Session, lease: bytes, ends_at: float, packed: Sequence[common_pb2.PartRun]) -> None:
+        self.session = session
+        self.lease = lease
+        self.ends_at = ends_at
+        self._packed = packed
+        self._runs: Sequence[SlotRun] | None = None
+
+    def runs(self, form: BlockFormat) -> Sequence[SlotRun]:
+        """The slots. Raises Unreachable where the server contradicts itself."""
+        if self._runs is None:
+            self._runs = leased_runs(form, self._packed)
+        return self._runs
+
+
+class Lease:
+    """What `Client.acquire` answers; use it in a `with`. Not safe for two threads at once.
+
+    `tokens`: length of the cached prefix, from token 0, that may be read now; 0 on a miss. `blocks`: the same in
+    blocks. `from_block`: the first block asked for; earlier ones are the engine's own. `reason`: why the prefix ends
+    where it ends, "" when all whole blocks of the prompt were found.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_form",
+        "_grant",
+        "_link",
+        "_lost",
+        "_used",
+        "blocks",
+        "from_block",
+        "reason",
+        "tokens",
+    )
+
+    def __init__(
+        self, link: Link, form: BlockFormat, blocks: int, from_block: int, reason: str, grant: Grant | None
+    ) -> None:
+        """Made by the client only; without `grant` a miss."""
+        self.blocks = blocks
+        self.tokens = blocks * form.block_tokens
+        self.from_block = from_block
+        self.reason = reason
+        self._link = link
+        self._form = form
+        self._grant = grant
+        self._used = 0
+        self._lost = ""
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to copy."""
+        return self.tokens > 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        grant = self._grant
+        if grant is not None:
+            self._grant = None
+            self._link.counters.left_open()
+            self._link.abandon(grant.session, grant.lease)
+            log.warning("a lease of %d tokens was not released; use it in a `with`", self.tokens)
+
+    def parts(self, part: int = 0) -> range:
+        """Positions of the blocks of `part` that may be read: all, or the last window of a sliding group."""
+        runs = [run for run in self._all_runs() if run.part == part]
+        return range(int(runs[0].blocks[0]), int(runs[-1].blocks[-1]) + 1) if runs else range(0)
+
+    def copy_to(self, tensors: Any) -> CopyResult:
+        """Copy the leased blocks that `tensors` have room for; see prefixcache_client.tensors for what may be passed.
+
+        The bytes are valid only if the result is `ok`; on a miss it is not. Raises LeaseEndedError after `release`,
+        ValueError or TypeError for tensors that do not fit the layout.
+        """
+        if not self.tokens:
+            return CopyResult(ok=False, tokens=0, size_bytes=0, reason=self.reason)
+        grant = self._granted()
+        target = as_tensors(tensors)
+        try:
+            wanted = self._wanted(grant, target)
+            if not wanted:
+                raise ValueError("the tensors have room for none of the leased blocks")
+            self._check_time(grant)
+            moved = grant.session.path.load(self._form, grant.lease, wanted, target)
+            self._check_time(grant)
+        except Failure as failure:
+            return self._lose(failure.reason)
+        last_block = min(int(run.blocks[-1]) for run in _last_of_each_part(wanted)) + 1
+        self._used = max(self._used, last_block)
+        self._link.counters.loaded(moved)
+        return CopyResult(ok=True, tokens=last_block * self._form.block_tokens, size_bytes=moved)
+
+    def view(self, block: int, part: int = 0) -> "BlockView":
+        """`with lease.view(i) as array`: the bytes of block i (its position in the prompt), read-only u8[part bytes].
+
+        No copy where memory is shared. The bytes are promised while the lease lives: call `valid` after the last use.
+        Raises IndexError when the lease does not hold the block; entering it raises LeaseEndedError after the lease.
+        """
+        if self.tokens:
+            self._granted()
+        for run in self._all_runs():
+            found = run.within(range(block, block + 1)) if run.part == part else None
+            if found is not None:
+                return BlockView(self, found)
+        raise IndexError(f"the lease holds no block {block} of part {part}")
+
+    def valid(self) -> bool:
+        """Whether all that was read through the lease so far was what was leased. False once it ended or failed."""
+        grant = self._grant
+        if grant is None or time.monotonic() >= grant.ends_at:
+            return False
+        runs = self._all_runs()
+        return not self._lost and grant.session.path.intact(runs)
+
+    def release(self, used_tokens: int | None = None) -> None:
+        """Give the blocks back; a second call does nothing. `used_tokens`: what was used, else what was copied."""
+        grant, self._grant = self._grant, None
+        if grant is None:
+            return
+        used = self._used if used_tokens is None else min(used_tokens // self._form.block_tokens, self.blocks)
+        reason = UNUSED if not self._lost else self._lost
+        if used < self.blocks:
+            unused = self.tokens - max(used, self.from_block) * self._form.block_tokens
+            self._link.counters.lost(unused, reason)
+        request = cache_pb2.ReleaseRequest(
+            session=grant.session.session_id, lease=grant.lease, used_blocks=used, reason=reason_value(reason)
+        )
+        self._link.post(grant.session, RELEASE, request.SerializeToString())
+
+    def enter_view(self, run: SlotRun) -> Bytes:
+        """The bytes of one block. Raises LeaseEndedError once the lease is released, has run out or lost its server."""
+        grant = self._granted()
+        try:
+            self._check_time(grant)
+            array = grant.session.path.view(self._form, grant.lease, run)
+        except Failure as failure:
+            raise LeaseEndedError(f"the lease has ended ({failure.reason}): {failure}") from failure
+        self._used = max(self._used, int(run.blocks[0]) + 1)
+        return array
+
+    def _all_runs(self) -> Sequence[SlotRun]:
+        try:
+            return self._grant.runs(self._form) if self._grant is not None else ()
+        except Failure as failure:
+            self._lose(failure.reason)
+            return ()
+
+    def _granted(self) -> Grant:
+        if self._grant is None:
+            raise LeaseEndedError("the lease has been released" if self.tokens else "the lease holds no block")
+        return self._grant
+
+    def _wanted(self, grant: Grant, target: KvTensors) -> list[SlotRun]:
+        covered = [target.covers(self._form, part) for part in range(len(self._form.parts))]
+        cut = (run.within(covered[run.part]) for run in grant.runs(self._form))
+        return [run for run in cut if run is not None]
+
+    def _check_time(self, grant: Grant) -> None:
+        if time.monotonic() >= grant.ends_at:
+            raise Failure(LEASE_LOST, "it ran out")
+
+    def _lose(self, reason: str) -> CopyResult:
+        self._lost = reason
+        self._used = min(self._used, self.from_block)
+        return CopyResult(ok=False, tokens=0, size_bytes=0, reason=reason)
+
+
+class BlockView:
+    """One block of a lease; what `with` gives is the array. An array kept beyond the `with` stays readable; its bytes
+    are promised no longer."""
+
+    __slots__ = ("_lease", "_run")
+
+    def __init__(self, lease: Lease, run: SlotRun) -> None:
+        self._lease = lease
+        self._run = run
+
+    def __enter__(self) -> Bytes:
+        return self._lease.enter_view(self._run)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+def _last_of_each_part(runs: Sequence[SlotRun]) -> list[SlotRun]:
+    return list({run.part: run for run in runs}.values())

@@ -1,0 +1,191 @@
+"""The way to the daemon: one session at a time, opened at need, opened anew when it is lost.
+
+Rules:
+1. Nothing but Unreachable and Refused leaves this file, and nothing waits beyond its deadline.
+2. Ids of leases and reservations are the caller's, so a call whose connection broke is simply made again on the next
+   one.
+3. The circuit breaker hears of every call: an answer, also a refusal, is a success.
+4. What a call needs of a session (its id, the namespace's number) is put in by the caller's `build`, once per attempt.
+
+It must not know what a call is for.
+"""
+
+import os
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from google.protobuf.message import Message
+
+from prefixcache.v1 import cache_pb2
+from prefixcache_client import session as sessions
+from prefixcache_client.address import Address
+from prefixcache_client.breaker import CircuitBreaker
+from prefixcache_client.errors import Failure, Refused, Unreachable
+from prefixcache_client.options import ClientOptions
+from prefixcache_client.reasons import CIRCUIT_OPEN, CLIENT_CLOSED, DEADLINE
+from prefixcache_client.session import Session, parse, remaining
+from prefixcache_client.stats import Counters
+from prefixcache_client.transport import RELEASE
+
+M = TypeVar("M", bound=Message)
+Build = Callable[[Session, float], bytes]
+"""(session, deadline) -> serialised request."""
+
+_ATTEMPTS: Final = 3
+_MAX_ABANDONED: Final = 4096
+
+_live: "weakref.WeakSet[Link]" = weakref.WeakSet()
+
+
+class Link:
+    """See the rules above. Thread-safe; a forked child opens a session of its own."""
+
+    def __init__(self, address: Address, options: ClientOptions, counters: Counters) -> None:
+        self.address = address
+        self.options = options
+        self.counters = counters
+        self.breaker = CircuitBreaker(options.breaker_threshold, options.breaker_open_s, options.breaker_max_open_s)
+        self._session: Session | None = None
+        self._connecting = threading.Lock()
+        self._abandoned: deque[tuple[Session, bytes]] = deque(maxlen=_MAX_ABANDONED)
+        self._closed = False
+        _live.add(self)
+
+    @property
+    def session(self) -> Session | None:
+        """The session in use, alive or not; None before the first call."""
+        return self._session
+
+    def call(self, method: int, kind: type[M], build: Build, timeout_s: float) -> tuple[Session, M]:
+        """The answer of `method` and the session that gave it. Raises Unreachable or Refused."""
+        now = time.monotonic()
+        if not self.breaker.admit(now):
+            self.counters.failed(CIRCUIT_OPEN)
+            raise Unreachable("the server failed repeatedly and is left alone for a moment", reason=CIRCUIT_OPEN)
+        if self._abandoned:
+            self._release_abandoned()
+        try:
+            session, payload = self._attempts(method, build, now + timeout_s)
+            answer = parse(kind, payload)
+        except Unreachable as error:
+            self.breaker.failure(time.monotonic())
+            self.counters.failed(error.reason)
+            raise
+        except Refused as error:
+            self.breaker.success()
+            self.counters.failed(error.reason)
+            raise
+        self.breaker.success()
+        return session, answer
+
+    def post(self, session: Session, method: int, payload: bytes) -> None:
+        """Send without waiting, if the session still lives; a failure is nobody's concern any more."""
+        if session.alive:
+            try:
+                session.transport.post(method, payload)
+            except Failure as error:
+                self.counters.failed(error.reason)
+
+    def abandon(self, session: Session, lease: bytes) -> None:
+        """Release a lease from a destructor: it may run inside any call of this thread, so nothing is sent here."""
+        self._abandoned.append((session, lease))
+
+    def close(self) -> None:
+        """End the session. Later calls fail with reason `client_closed`."""
+        self._closed = True
+        self._release_abandoned()
+        with self._connecting:
+            if self._session is not None:
+                self._session.close()
+
+    def _attempts(self, method: int, build: Build, deadline: float) -> tuple[Session, bytes]:
+        attempt = 0
+        while True:
+            attempt += 1
+            session = self._session
+            if session is None or not session.alive:
+                session = self._connect(deadline)
+            try:
+                payload = build(session, deadline)
+                return session, session.transport.call(method, payload, remaining(deadline))
+            except Unreachable as error:
+                if not error.lost or attempt == _ATTEMPTS:
+                    raise
+            except Refused as error:
+                if attempt == _ATTEMPTS or not self._mend(session, error):
+                    raise
+
+    def _mend(self, session: Session, error: Refused) -> bool:
+        """Whether the refusal only says that the server has forgotten us; then the next attempt starts afresh."""
+        if error.reason == "session_unknown":
+            session.transport.close()
+            return True
+        if error.reason == "namespace_unknown":
+            session.forget_namespaces()
+            return True
+        return False
+
+    def _connect(self, deadline: float) -> Session:
+        if not self._connecting.acquire(timeout=remaining(deadline)):
+            raise Unreachable("another thread is still connecting", reason=DEADLINE)
+        try:
+            if self._closed:
+                raise Unreachable("the client is closed", reason=CLIENT_CLOSED)
+            session = self._session
+            if session is not None:
+                if session.alive:
+                    return session
+                session.close()
+                self._session = None
+            self._session = session = self._open(deadline)
+            self.counters.connected()
+            return session
+        finally:
+            self._connecting.release()
+
+    def _open(self, deadline: float) -> Session:
+        address, options = self.address, self.options
+        if options.local_channel and address.local_path:
+            try:
+                return sessions.open_local(address, options, deadline)
+            except Unreachable as error:
+                if error.reason == DEADLINE or not _listens(address.socket_path, remaining(deadline)):
+                    raise
+        return sessions.open_grpc(address, options, deadline)
+
+    def _release_abandoned(self) -> None:
+        while True:
+            try:
+                session, lease = self._abandoned.popleft()
+            except IndexError:
+                return
+            request = cache_pb2.ReleaseRequest(session=session.session_id, lease=lease)
+            self.post(session, RELEASE, request.SerializeToString())
+
+    def forget_in_child(self) -> None:
+        """In a forked child: the transport has given up the parent's connection; locks may be held by nobody."""
+        self._connecting = threading.Lock()
+        self._abandoned.clear()
+        self._session = None
+        self.breaker.reset_after_fork()
+        self.counters.reset_after_fork()
+
+
+def _listens(path: str, timeout_s: float) -> bool:
+    """Whether anybody listens at all: importing grpc to learn that nobody does would cost a request half a second."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(timeout_s)
+        return probe.connect_ex(path) == 0
+
+
+def _after_fork_in_child() -> None:
+    for link in list(_live):
+        link.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

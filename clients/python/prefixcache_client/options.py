@@ -1,0 +1,35 @@
+"""What a client can be told, with defaults that suit an engine's request path. Plain data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """Limits of one client; times in seconds.
+
+    `timeout_s` bounds every call on a request's path, connecting included. `store_timeout_s` bounds the calls of a
+    store, and `stream_timeout_s` a whole stream of blocks where memory cannot be shared. `breaker_threshold` failures
+    in a row open the circuit breaker for `breaker_open_s`, doubling up to `breaker_max_open_s`. `lease_ttl_s` and
+    `reservation_ttl_s` of 0 take the server's defaults. `local_channel` False goes by gRPC alone. `store_queue` bounds
+    the stores waiting for `Client.store_later`. `session_ttl_s` is asked for gRPC sessions. `client_name` is shown by
+    `prefixcache status`.
+    """
+
+    timeout_s: float = 1.0
+    store_timeout_s: float = 2.0
+    stream_timeout_s: float = 10.0
+    breaker_threshold: int = 3
+    breaker_open_s: float = 0.25
+    breaker_max_open_s: float = 4.0
+    lease_ttl_s: float = 0.0
+    reservation_ttl_s: float = 0.0
+    local_channel: bool = True
+    store_queue: int = 16
+    session_ttl_s: float = 10.0
+    client_name: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.timeout_s, self.store_timeout_s, self.stream_timeout_s, self.session_ttl_s) <= 0:
+            raise ValueError("timeouts must be above zero")
+        if min(self.lease_ttl_s, self.reservation_ttl_s) < 0 or self.store_queue < 1:
+            raise ValueError("times to live must not be negative, and the store queue holds at least one")

@@ -1,0 +1,100 @@
+"""The daemon's pools in this process: mapped over the local channel, checked before and after use.
+
+A pool belongs to one session; when the session ends its mappings are dropped, and memory that an array still holds goes
+with that array. No calls are made here beyond MapPool, and nothing is known of leases.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+
+from google.protobuf.message import DecodeError
+
+from prefixcache.v1 import common_pb2, local_pb2
+from prefixcache_client.errors import Unreachable
+from prefixcache_client.local import LocalTransport
+from prefixcache_client.runs import SlotRun
+from prefixcache_client.transport import MAP_POOL, unreadable
+from prefixcache_offload.export import PoolDescriptor
+from prefixcache_offload.mapping import Bytes
+from prefixcache_offload.memfd import FIXED_SIZE, BadDescriptor, get_seals
+from prefixcache_offload.memory import Memory
+from prefixcache_offload.pool import MappedPool
+from prefixcache_offload.units import SLOT_GRANULE
+
+
+class MappedPools:
+    """Pools by number. Thread-safe: the table is made once and only ever emptied."""
+
+    def __init__(self, transport: LocalTransport, pools: Iterable[common_pb2.Pool], timeout_s: float) -> None:
+        """Map all host pools. No other call may be under way. Raises Unreachable when one cannot be mapped."""
+        self._pools: dict[int, tuple[MappedPool, Memory]] = {}
+        try:
+            for pool in pools:
+                if pool.tier == common_pb2.TIER_HOST:
+                    mapped = _map(transport, pool.pool, timeout_s)
+                    self._pools[pool.pool] = (mapped, Memory.of_bytes(mapped.data))
+        except Unreachable:
+            self.close()
+            raise
+        self.writable = all(mapped.mapping.writable for mapped, _ in self._pools.values())
+
+    def memory(self, run: SlotRun, slot_bytes: int) -> Memory:
+        """The memory of a run's pool. Raises Unreachable when the pool is gone or a slot lies outside of it."""
+        _, memory = self._entry(run.pool)
+        if run.count and int(run.slots.max()) * SLOT_GRANULE + slot_bytes > memory.size_bytes:
+            raise Unreachable("the server named a slot outside of its pool")
+        return memory
+
+    def unchanged(self, runs: Sequence[SlotRun]) -> bool:
+        """Whether every slot still has its generation. Call it after the copy. False also when a pool is gone."""
+        try:
+            return all(
+                bool(self._entry(run.pool)[0].check_generations(run.slots, run.generations).all()) for run in runs
+            )
+        except (Unreachable, ValueError, IndexError):  # ValueError: dropped a moment ago
+            return False
+
+    def read_only(self, pool: int, slot: int, size_bytes: int) -> Bytes:
+        """u8[size_bytes] of a slot for a user: it can never be made writable, and stays readable for ever."""
+        try:
+            return self._entry(pool)[0].slot_read_only(slot, size_bytes)
+        except (IndexError, ValueError) as error:
+            raise Unreachable(f"a slot cannot be read: {error}") from error
+
+    def close(self) -> None:
+        """Drop the mappings; arrays still held keep their memory."""
+        pools, self._pools = self._pools, {}
+        while pools:
+            _, (mapped, _) = pools.popitem()
+            mapped.close()
+
+    def _entry(self, pool: int) -> tuple[MappedPool, Memory]:
+        try:
+            return self._pools[pool]
+        except KeyError:
+            raise Unreachable(f"pool {pool} is not mapped (any more)") from None
+
+
+def _map(transport: LocalTransport, number: int, timeout_s: float) -> MappedPool:
+    request = local_pb2.MapPoolRequest(pool=number).SerializeToString()
+    payload, fds = transport.call_for_descriptors(MAP_POOL, request, timeout_s)
+    try:
+        pool = local_pb2.MapPoolResponse.FromString(payload).pool
+        if len(fds) != len(("pool", "control")):
+            raise Unreachable(f"pool {number} came with {len(fds)} descriptors instead of 2")
+        return _attach(pool, *fds)
+    except DecodeError as error:
+        raise unreadable(error) from error
+    except (BadDescriptor, OSError, ValueError) as error:
+        raise Unreachable(f"pool {number} cannot be mapped: {error}") from error
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _attach(pool: common_pb2.Pool, pool_fd: int, control_fd: int) -> MappedPool:
+    # A pool that survives restarts is a file that cannot be sealed: taken only from a daemon of our own user.
+    sealed = FIXED_SIZE in get_seals(pool_fd)
+    ours = os.fstat(pool_fd).st_uid == os.geteuid()
+    descriptor = PoolDescriptor(pool.pool, "host", pool.size_bytes, SLOT_GRANULE, pool.writable, sealed)
+    return MappedPool.attach(descriptor, pool_fd, control_fd, writable=pool.writable, accept_unsealed=ours)

@@ -1,0 +1,50 @@
+"""What the SDK's calls answer. Plain data; each is true where something was gained."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class CopyResult:
+    """What `Lease.copy_to` did. Unless `ok`, the target tensors hold anything and must be computed.
+
+    `tokens`: valid tokens from token 0 of the prompt, 0 unless `ok`. `reason`: why not, "" when `ok`.
+    """
+
+    ok: bool
+    tokens: int
+    size_bytes: int
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    """What `Client.store` did. `stored_blocks` became visible by it.
+
+    `refused`: blocks not stored, by reason (already_stored, being_written, pool_full, ...). `reason`: why the store as
+    a whole ended early, "" when the server was asked for every block and answered.
+    """
+
+    stored_blocks: int
+    stored_tokens: int
+    size_bytes: int
+    refused: dict[str, int] = field(default_factory=dict)
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.stored_blocks > 0
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """What `Client.lookup` found: restorable tokens here, by tier, and on other nodes. `reason`: why it ends there."""
+
+    tokens: int
+    tiers: dict[str, int] = field(default_factory=dict)
+    nodes: dict[str, int] = field(default_factory=dict)
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.tokens > 0

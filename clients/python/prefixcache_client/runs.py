@@ -1,0 +1,70 @@
+"""Slots of blocks, as arrays: what Acquire and Reserve answer, checked and cut to what a copy needs.
+
+Per-block Python objects are too dear for the critical path, so a run keeps the packed fields as numpy views of the
+message. It must not know pools or transports.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache.v1 import cache_pb2, common_pb2
+from prefixcache_client.blocks import BlockFormat
+from prefixcache_client.errors import Unreachable
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRun:
+    """Slots of one part in one pool. `blocks`: i64[n], positions in the prompt, ascending; `slots`: u32[n];
+    `generations`: u64[n]."""
+
+    part: int
+    pool: int
+    blocks: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.uint32]
+    generations: npt.NDArray[np.uint64]
+
+    def within(self, wanted: range) -> "SlotRun | None":
+        """The blocks of this run that lie in `wanted`, or None."""
+        low, high = np.searchsorted(self.blocks, (wanted.start, wanted.stop)).tolist()
+        if low == 0 and high == self.blocks.size:
+            return self if high else None
+        if low >= high:
+            return None
+        cut = slice(low, high)
+        return SlotRun(self.part, self.pool, self.blocks[cut], self.slots[cut], self.generations[cut])
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return int(self.blocks.size)
+
+
+def leased_runs(form: BlockFormat, runs: Iterable[common_pb2.PartRun]) -> list[SlotRun]:
+    """The runs of an AcquireResponse. Raises Unreachable where the server contradicts itself."""
+    return [_run(form, run, _consecutive(run.first_block, len(run.slots) // 4)) for run in runs]
+
+
+def granted_runs(form: BlockFormat, grants: Iterable[cache_pb2.PartGrant]) -> list[SlotRun]:
+    """The grants of a ReserveResponse. Raises Unreachable as `leased_runs`."""
+    return [_run(form, grant, np.frombuffer(_whole(grant.blocks, 4), "<u4").astype(np.int64)) for grant in grants]
+
+
+def _consecutive(first: int, count: int) -> npt.NDArray[np.int64]:
+    return np.arange(first, first + count, dtype=np.int64)
+
+
+def _run(form: BlockFormat, item: common_pb2.PartRun | cache_pb2.PartGrant, blocks: npt.NDArray[np.int64]) -> SlotRun:
+    slots = np.frombuffer(_whole(item.slots, 4), "<u4")
+    generations = np.frombuffer(_whole(item.generations, 8), "<u8")
+    if not blocks.size == slots.size == generations.size or item.part >= len(form.parts):
+        raise Unreachable("the server's answer contradicts itself (blocks, slots, generations or part)")
+    return SlotRun(item.part, item.pool, blocks, slots, generations)
+
+
+def _whole(data: bytes, size: int) -> bytes:
+    if len(data) % size:
+        raise Unreachable(f"the server sent {len(data)} bytes for values of {size}")
+    return data

@@ -1,0 +1,142 @@
+"""How blocks are stored: reserve, fill, look that the slots are still ours, commit.
+
+Rules:
+1. A reservation that was granted ends once: by Commit, or by Abort, whatever happens in between.
+2. Nothing is committed unless every byte of it was written into slots that still had their generation afterwards.
+3. Parts whose tensors begin at different blocks (a sliding layer forgets) are reserved apart, the longest first.
+
+Whatever goes wrong with the cache is a reason in the result; mistakes in the tensors raise. It must not know sockets.
+"""
+
+import os
+from collections import Counter
+from typing import Any, Final, NamedTuple
+
+from prefixcache.identity.keys import KEY_BYTES
+from prefixcache.v1 import cache_pb2
+from prefixcache_client.errors import Failure
+from prefixcache_client.link import Link
+from prefixcache_client.namespace import Epoch, Namespace, Prompt
+from prefixcache_client.reasons import count_reasons
+from prefixcache_client.results import StoreResult
+from prefixcache_client.runs import granted_runs
+from prefixcache_client.session import Session
+from prefixcache_client.tensors import KvTensors, as_tensors
+from prefixcache_client.transport import ABORT, COMMIT, RESERVE
+
+RESERVATION_BYTES: Final = 16
+_MS: Final = 1000
+
+
+class _Share(NamedTuple):
+    """Parts that are stored together: which, for which blocks, and the keys from block 0 to the last of them."""
+
+    part_mask: int
+    blocks: range
+    keys: bytes
+
+
+class _Outcome(NamedTuple):
+    committed: int
+    size_bytes: int
+    refused: dict[str, int]
+    reason: str = ""
+
+
+def store(link: Link, ns: Namespace, epoch: Epoch, prompt: Prompt, tensors: Any, from_token: int) -> StoreResult:
+    """See Client.store. `epoch`: the namespace's when the store was asked for, which may be some time ago."""
+    target = as_tensors(tensors)
+    keys = ns.hash(prompt, epoch).keys
+    if ns.reason_off:
+        return StoreResult(0, 0, 0, {ns.reason_off: len(keys) // KEY_BYTES}, ns.reason_off)
+    committed, moved, reason = 0, 0, ""
+    refused: Counter[str] = Counter()
+    shares = _shares(ns, target, keys, -(-from_token // ns.block_tokens))
+    for share in shares:
+        outcome = _store_share(link, ns, epoch, target, share)
+        # Each share makes other parts of the same blocks visible; a block counts once.
+        committed = max(committed, outcome.committed)
+        moved += outcome.size_bytes
+        refused.update(outcome.refused)
+        reason = outcome.reason
+        if reason:
+            refused[reason] += len(share.blocks)
+            break
+    link.counters.stored(committed, moved, refused)
+    return StoreResult(committed, committed * ns.block_tokens, moved, dict(refused), reason)
+
+
+def _shares(ns: Namespace, target: KvTensors, keys: bytes, from_block: int) -> list[_Share]:
+    masks: dict[range, int] = {}
+    for part in ns.form.parts:
+        covered = target.covers(ns.form, part.index)
+        blocks = range(max(covered.start, from_block), min(covered.stop, len(keys) // KEY_BYTES))
+        if blocks:
+            masks[blocks] = masks.get(blocks, 0) | 1 << part.index
+    every = (1 << len(ns.form.parts)) - 1
+    ordered = sorted(masks.items(), key=lambda item: item[0].start)
+    return [_Share(0 if mask == every else mask, blocks, keys[: blocks.stop * KEY_BYTES]) for blocks, mask in ordered]
+
+
+def _store_share(link: Link, ns: Namespace, epoch: Epoch, target: KvTensors, share: _Share) -> _Outcome:
+    reservation = os.urandom(RESERVATION_BYTES)
+    request = cache_pb2.ReserveRequest(
+        reservation=reservation,
+        keys=share.keys,
+        from_block=share.blocks.start,
+        part_mask=share.part_mask,
+        ttl_ms=int(link.options.reservation_ttl_s * _MS),
+    )
+
+    def build(session: Session, deadline: float) -> bytes:
+        request.session = session.session_id
+        request.namespace_id = session.namespace_id(epoch.fingerprint, ns.form, ns.label, deadline)
+        return request.SerializeToString()
+
+    try:
+        session, answer = link.call(RESERVE, cache_pb2.ReserveResponse, build, link.options.store_timeout_s)
+    except Failure as failure:
+        if link.session is not None:
+            _abort(link, link.session, reservation)
+        return _Outcome(0, 0, {}, failure.reason)
+    refused = count_reasons(answer.refused)
+    if not answer.grants:
+        return _Outcome(0, 0, refused)
+    outcome = _fill(link, ns, target, session, answer, reservation)
+    return outcome._replace(refused=dict(Counter(refused) + Counter(outcome.refused)))
+
+
+def _fill(
+    link: Link,
+    ns: Namespace,
+    target: KvTensors,
+    session: Session,
+    answer: cache_pb2.ReserveResponse,
+    reservation: bytes,
+) -> _Outcome:
+    committed = False
+    try:
+        moved = session.path.save(ns.form, reservation, granted_runs(ns.form, answer.grants), target)
+        done = _commit(link, session, reservation)
+        committed = True
+    except Failure as failure:
+        return _Outcome(0, 0, {}, failure.reason)
+    finally:
+        if not committed:
+            _abort(link, session, reservation)
+    return _Outcome(done.committed_blocks, moved, count_reasons(done.dropped))
+
+
+def _commit(link: Link, session: Session, reservation: bytes) -> cache_pb2.CommitResponse:
+    def build(now: Session, deadline: float) -> bytes:
+        if now is not session:
+            raise Failure("reservation_unknown", "the session that held the reservation has ended")
+        return cache_pb2.CommitRequest(session=session.session_id, reservation=reservation).SerializeToString()
+
+    _, done = link.call(COMMIT, cache_pb2.CommitResponse, build, link.options.store_timeout_s)
+    return done
+
+
+def _abort(link: Link, session: Session, reservation: bytes) -> None:
+    request = cache_pb2.AbortRequest(session=session.session_id, reservation=reservation)
+    link.post(session, ABORT, request.SerializeToString())

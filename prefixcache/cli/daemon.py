@@ -1,0 +1,111 @@
+"""Asking the daemon: an address, the admin service, and gRPC's failures in plain words.
+
+What belongs here: everything the commands need of gRPC. It must not know how answers are shown.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, TypeVar, cast
+
+import grpc
+
+from prefixcache.cli.errors import CliError
+from prefixcache.server import defaults
+from prefixcache.v1 import admin_pb2, admin_pb2_grpc, common_pb2
+
+ADDRESS_VARIABLE: Final = "PREFIXCACHE_ADDRESS"
+TIMEOUT_S: Final = 5.0
+# Clearing a large cache or draining takes as long as it takes; a hanging daemon must still end the command.
+LONG_TIMEOUT_S: Final = 120.0
+_DETAILS: Final = "grpc-status-details-bin"
+# Loopback must not be sent through a proxy of the environment.
+_OPTIONS: Final = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", 64 << 20))
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+
+def resolve_address(given: str | None) -> str:
+    """The address to ask: the one given, else PREFIXCACHE_ADDRESS, else the default socket. A path means a socket."""
+    address = given or os.environ.get(ADDRESS_VARIABLE) or f"unix://{defaults.socket_path()}"
+    return f"unix://{address}" if address.startswith("/") else address
+
+
+class Daemon:
+    """One connection to a daemon's admin service."""
+
+    def __init__(self, address: str, channel: grpc.Channel) -> None:
+        self.address = address
+        self._stub = admin_pb2_grpc.AdminServiceStub(channel)
+
+    def stats(self) -> admin_pb2.GetStatsResponse:
+        """Counters, tiers, namespaces, sessions and health of this moment. Raises CliError."""
+        return self._call(self._stub.GetStats, admin_pb2.GetStatsRequest())
+
+    def describe(self, fingerprint: bytes, keys: bytes) -> admin_pb2.DescribePrefixResponse:
+        """Where the blocks of a prompt lie. `keys`: n x 32 bytes from block 0. Raises CliError."""
+        request = admin_pb2.DescribePrefixRequest(fingerprint=fingerprint, keys=keys)
+        return self._call(self._stub.DescribePrefix, request)
+
+    def evict(self, fingerprint: bytes) -> admin_pb2.EvictResponse:
+        """Drop every block of a namespace, or of all for b"", that nobody has leased. Raises CliError."""
+        return self._call(self._stub.Evict, admin_pb2.EvictRequest(fingerprint=fingerprint), LONG_TIMEOUT_S)
+
+    def _call(self, method: Callable[..., Response], request: object, timeout_s: float = TIMEOUT_S) -> Response:
+        try:
+            return method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise self._explain(error, timeout_s) from error
+
+    def _explain(self, error: grpc.RpcError, timeout_s: float) -> CliError:
+        """The same failure in the words of `Error`, or of what a person can do about it."""
+        told = _error_of(error)
+        if told is not None:
+            name = reason_name(told.reason)
+            return CliError(told.message or f"the daemon refused: {name}", reason=name)
+        code = _call_of(error).code()
+        if code is grpc.StatusCode.UNAVAILABLE:
+            hint = "start one with `prefixcache serve`, or name another with --address"
+            return CliError(f"no daemon answers at {self.address}", hint, reason="server_unavailable")
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            hint = "it may be stopped or overloaded; its log tells more"
+            return CliError(f"the daemon at {self.address} did not answer in {timeout_s:g} s", hint, reason="deadline")
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            hint = "the daemon may be older than this command; compare `prefixcache --version` on both sides"
+            return CliError(f"the daemon at {self.address} does not know this call", hint, reason="unimplemented")
+        failed = f"the daemon at {self.address} failed: {_call_of(error).details()}"
+        return CliError(failed, "its log tells more", reason=code.name.lower())
+
+
+@contextmanager
+def connect(address: str | None) -> Iterator[Daemon]:
+    """A connection to the daemon at `address` (or the default one) for the length of a command."""
+    target = resolve_address(address)
+    with grpc.insecure_channel(target, options=list(_OPTIONS)) as channel:
+        yield Daemon(target, channel)
+
+
+def reason_name(reason: int) -> str:
+    """`not_cached` of REASON_NOT_CACHED; the number of one that this build does not know."""
+    names: dict[int, str] = {value: name for name, value in common_pb2.Reason.items()}
+    return names[reason].removeprefix("REASON_").lower() if reason in names else str(reason)
+
+
+def _call_of(error: grpc.RpcError) -> grpc.Call:
+    """Every error that a blocking stub raises is also the call that failed, which the type does not say."""
+    return cast(grpc.Call, error)
+
+
+def _error_of(error: grpc.RpcError) -> common_pb2.Error | None:
+    """The daemon's own Error in the status details, if it sent one."""
+    for item in _call_of(error).trailing_metadata() or ():
+        key, value = item[0], item[1]
+        if key == _DETAILS and isinstance(value, bytes):
+            status = common_pb2.Status.FromString(value)
+            packed = common_pb2.Error()
+            if any(detail.Unpack(packed) for detail in status.details):
+                return packed
+    return None

@@ -1,0 +1,97 @@
+"""The operator's calls. What belongs to later releases answers UNIMPLEMENTED, with a reason that clients can tell."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from prefixcache.core import commands as c
+from prefixcache.core import events as e
+from prefixcache.core.ids import KEY_BYTES
+from prefixcache.server import reasons
+from prefixcache.server.errors import CallError
+from prefixcache.server.service import Shell, expect
+from prefixcache.server.stats import Statistics
+from prefixcache.v1 import admin_pb2 as pb
+from prefixcache.v1 import common_pb2 as common
+
+_POLL_S = 0.02
+
+
+class AdminCalls:
+    """AdminService. `stop` ends the server (Drain with `shutdown`)."""
+
+    def __init__(self, shell: Shell, statistics: Statistics, stop: Callable[[], None]) -> None:
+        self._shell = shell
+        self._statistics = statistics
+        self._stop = stop
+        self._ended = threading.Event()
+
+    def evict(self, _: None, request: pb.EvictRequest) -> pb.EvictResponse:
+        """Drop what nobody has leased."""
+        number = self._number(request.fingerprint) if request.fingerprint else None
+        if request.keys and number is None:
+            raise CallError(common.REASON_BAD_ARGUMENT, "keys need the fingerprint of their namespace")
+        if len(request.keys) % KEY_BYTES:
+            raise CallError(common.REASON_BAD_KEYS, f"keys must be a multiple of {KEY_BYTES} bytes")
+        event = e.ClearRequested(number, request.keys or None)
+        cleared: c.Cleared = expect(self._shell.owner.call(event), c.Cleared)
+        return pb.EvictResponse(blocks=cleared.blocks - cleared.leased_blocks, kept=cleared.leased_blocks)
+
+    def describe_prefix(self, _: None, request: pb.DescribePrefixRequest) -> pb.DescribePrefixResponse:
+        """Where a prefix lies."""
+        if request.tokens:
+            raise CallError(common.REASON_BAD_ARGUMENT, "this call knows no root key: send keys, not tokens")
+        number = self._number(request.fingerprint)
+        if not request.keys or len(request.keys) % KEY_BYTES:
+            raise CallError(common.REASON_BAD_KEYS, f"keys must be a multiple of {KEY_BYTES} bytes and not empty")
+        looked: c.LookedUp = expect(self._shell.owner.call(e.LookupRequested(number, request.keys)), c.LookedUp)
+        block_tokens = self._shell.namespace(number).spec.block_tokens
+        gpu, host, disk, peer = looked.tokens
+        return pb.DescribePrefixResponse(
+            block_tokens=block_tokens,
+            tokens=len(request.keys) // KEY_BYTES * block_tokens,
+            tiers=common.TierTokens(gpu=gpu, host=host, disk=disk, peer=peer),
+            blocks=[
+                pb.BlockDescription(block=block, tiers=[common.TIER_HOST]) for block in range(looked.matched_blocks)
+            ],
+            stop=reasons.STOP[looked.stop],
+        )
+
+    def get_stats(self, _: None, __: pb.GetStatsRequest) -> pb.GetStatsResponse:
+        """Everything of this moment."""
+        return self._statistics.snapshot()
+
+    def drain(self, _: None, request: pb.DrainRequest) -> pb.DrainResponse:
+        """Take no new work and wait for what runs."""
+        timeout_s = request.timeout_ms / 1000 if request.timeout_ms else self._shell.config.drain_timeout
+        leases, reservations = drain(self._shell, timeout_s)
+        if request.shutdown:
+            self._stop()
+        return pb.DrainResponse(leases=leases, reservations=reservations)
+
+    def _number(self, fingerprint: bytes) -> int:
+        namespace = self._shell.by_fingerprint.get(fingerprint)
+        if namespace is None:
+            raise CallError(common.REASON_NAMESPACE_UNKNOWN, "no worker has opened a namespace of this fingerprint")
+        return namespace.number
+
+
+def drain(shell: Shell, timeout_s: float, hurry: threading.Event | None = None) -> tuple[int, int]:
+    """Refuse new leases and reservations; wait for those running. Answers how many (leases, reservations) remain."""
+    shell.draining = True
+    shell.owner.call(e.DrainStarted())
+    waiting = hurry or threading.Event()
+    until = shell.owner.clock() + timeout_s
+    while shell.holdings.leases or shell.holdings.reservations:
+        if shell.owner.clock() >= until or waiting.wait(_POLL_S):
+            break
+    return len(shell.holdings.leases), len(shell.holdings.reservations)
+
+
+def unimplemented(name: str) -> Callable[[Any, Any], Any]:
+    """An answer for an rpc of a later release."""
+
+    def refuse(_: Any, __: Any) -> Any:
+        raise CallError(common.REASON_UNIMPLEMENTED, f"this release of the server does not have {name} yet")
+
+    return refuse

@@ -1,0 +1,301 @@
+"""Acquire, Release, Reserve, Commit, Abort, Lookup: the calls of the critical path.
+
+Every line here is paid once per request of an engine, so the usual case runs straight through and everything else is
+in helpers; nothing loops over blocks in Python.
+"""
+
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from prefixcache.core import commands as c
+from prefixcache.core import events as e
+from prefixcache.core.ids import KEY_BYTES, NO_SLOT
+from prefixcache.core.reasons import Skip
+from prefixcache.identity.keys import block_keys
+from prefixcache.server import reasons
+from prefixcache.server.errors import CallError
+from prefixcache.server.holdings import Reservation
+from prefixcache.server.layouts import Namespace
+from prefixcache.server.service import Shell, expect, granted_ttl
+from prefixcache.server.sessions import Session
+from prefixcache.v1 import cache_pb2 as pb
+from prefixcache.v1 import common_pb2 as common
+
+_TOKEN_BYTES = 4
+
+
+class CacheCalls:
+    """The calls that read and write blocks, without their bytes."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._owner = shell.owner
+        self._holdings = shell.holdings
+
+    def acquire(self, session: Session, request: pb.AcquireRequest) -> pb.AcquireResponse | Future[Any]:
+        """One lookup of one prompt, pinned."""
+        number = request.namespace_id
+        namespace = self._shell.namespaces.get(number) or self._shell.namespace(number)
+        keys = request.keys
+        if not keys or len(keys) % KEY_BYTES or request.tokens:
+            keys = self._keys(session, request, allow_none=request.prompt_tokens > 0)
+        event = self._acquire_event(session, request, keys, namespace.spec.block_tokens)
+        tail = keys[-KEY_BYTES:]
+        with self._owner.lock:
+            reply = self._owner.acquire(event)
+            if type(reply) is c.Acquired:
+                return self._granted(session, namespace, tail, reply)
+        if isinstance(reply, Future):
+            return _mapped(reply, lambda late: self._granted(session, namespace, tail, expect(late, c.Acquired)))
+        raise reasons.refusal(expect(reply, c.Refused))
+
+    def _acquire_event(
+        self, session: Session, request: pb.AcquireRequest, keys: bytes, block_tokens: int
+    ) -> e.AcquireRequested:
+        if self._shell.draining:
+            raise _draining()
+        config, first, most = self._shell.config, request.from_block, request.max_blocks
+        return e.AcquireRequested(
+            session.id,
+            request.lease,
+            request.namespace_id,
+            keys,
+            first,
+            request.prompt_tokens or _prompt_tokens(request, keys, block_tokens),
+            granted_ttl(request.ttl_ms, config.lease_ttl, config.lease_ttl_max),
+            max(most - first, 0) if most else None,
+        )
+
+    def _granted(self, session: Session, namespace: Namespace, tail: bytes, reply: c.Acquired) -> pb.AcquireResponse:
+        """Note the lease, inside the owner's lock, and say what is in it."""
+        if reply.planned_blocks:
+            lease = self._holdings.leased(session.id, namespace, reply, tail)
+            if lease.tail != tail:
+                raise CallError(common.REASON_ID_IN_USE, "the lease id is in use for another prompt; choose a new one")
+        return self._acquired(reply)
+
+    def _acquired(self, reply: c.Acquired) -> pb.AcquireResponse:
+        # Field by field: message constructors with arguments cost three times as much (nested ones are encoded and
+        # parsed again), and this is most of the server's own share of an acquire.
+        first = reply.from_block
+        response = pb.AcquireResponse()
+        response.planned_blocks = first + reply.planned_blocks
+        response.ready_blocks = first + reply.ready_blocks
+        if reply.stop is not None:
+            response.stop = reasons.STOP[reply.stop]
+        if reply.planned_blocks:
+            response.ttl_ms = int(max(reply.expires_at - self._owner.now, 0.0) * 1000)
+            tokens = response.tokens
+            tokens.gpu, tokens.host, tokens.disk, tokens.peer = reply.tokens
+            add = response.runs.add
+            for run in reply.runs:
+                message = add()
+                message.part = run.part
+                message.pool = run.pool
+                message.first_block = run.first_block
+                message.slots = run.slots.tobytes()
+                message.generations = run.generations.tobytes()
+        if reply.present is not None:
+            response.present = np.packbits(reply.present, bitorder="little").tobytes()
+        return response
+
+    def release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
+        """End a lease; blocks above `used_blocks` are missed."""
+        with self._owner.lock:
+            lease = self._holdings.leases.get(request.lease)
+            first = lease.acquired.from_block if lease else 0
+            used = max(request.used_blocks - first, 0)
+            event = e.LeaseReleased(session.id, request.lease, used, reasons.unused(request.reason))
+            expect(self._owner.call(event), c.Released)
+            self._holdings.leases.pop(request.lease, None)
+        return pb.ReleaseResponse()
+
+    def reserve(self, session: Session, request: pb.ReserveRequest) -> pb.ReserveResponse:
+        """Slots for what is missing."""
+        shell, config = self._shell, self._shell.config
+        namespace = shell.namespace(request.namespace_id)
+        if not request.keys or len(request.keys) % KEY_BYTES:
+            raise _bad_keys("keys", len(request.keys), KEY_BYTES)
+        if shell.draining:
+            raise _draining()
+        event = e.ReserveRequested(
+            session.id,
+            request.reservation,
+            request.namespace_id,
+            request.keys,
+            request.from_block,
+            granted_ttl(request.ttl_ms, config.reservation_ttl, config.reservation_ttl_max),
+            request.parents or None,
+            request.part_mask or e.ALL_PARTS,
+        )
+        with self._owner.lock:
+            reserved: c.Reserved = expect(self._owner.call(event), c.Reserved)
+            if len(reserved.blocks):
+                self._holdings.reserved(session.id, namespace, reserved)
+            ttl_ms = max(int((reserved.expires_at - self._owner.now) * 1000), 0)
+        return pb.ReserveResponse(
+            grants=[_grant(reserved, grant) for grant in reserved.grants],
+            refused=self._refused(reserved.skipped),
+            ttl_ms=ttl_ms,
+        )
+
+    def _refused(self, skipped: dict[Skip, int]) -> list[common.ReasonCount]:
+        """Blocks not granted. A full pool that still grows is worth another try, and says so."""
+        counts = _counts(skipped)
+        for item in counts:
+            if item.reason == common.REASON_POOL_FULL and self._shell.is_growing():
+                item.reason = common.REASON_POOL_NOT_READY
+        return counts
+
+    def commit(self, session: Session, request: pb.CommitRequest) -> pb.CommitResponse:
+        """Make written blocks visible."""
+        with session.writes, self._owner.lock:
+            reservation = self._holdings.reservations.get(request.reservation)
+            coverage = None
+            if reservation is not None and reservation.session == session.id:
+                coverage = _coverage(reservation, request)
+                if not session.can_map:
+                    _require_written(reservation, coverage)
+            event = e.CommitRequested(session.id, request.reservation, coverage, request.more)
+            committed: c.Committed = expect(self._owner.call(event), c.Committed)
+            if not request.more:
+                self._holdings.reservations.pop(request.reservation, None)
+        return pb.CommitResponse(
+            committed_blocks=committed.stored, dropped=_counts(committed.dropped), done=not request.more
+        )
+
+    def abort(self, session: Session, request: pb.AbortRequest) -> pb.AbortResponse:
+        """Give a reservation back."""
+        with session.writes, self._owner.lock:
+            expect(self._owner.call(e.AbortRequested(session.id, request.reservation)), c.Aborted)
+            self._holdings.reservations.pop(request.reservation, None)
+        return pb.AbortResponse()
+
+    def lookup(self, session: Session | None, request: pb.LookupRequest) -> pb.LookupResponse:
+        """How much of a prompt is here."""
+        shell = self._shell
+        if request.fingerprint:
+            found = shell.by_fingerprint.get(request.fingerprint)
+            if found is None:
+                raise CallError(common.REASON_NAMESPACE_UNKNOWN, "no worker has opened a namespace of this fingerprint")
+            namespace = found
+        else:
+            namespace = shell.namespace(request.namespace_id)
+        keys = self._keys(session, request, namespace.number)
+        looked: c.LookedUp = expect(self._owner.call(e.LookupRequested(namespace.number, keys)), c.LookedUp)
+        gpu, host, disk, peer = looked.tokens
+        here = pb.NodeMatch(
+            tokens=looked.matched_blocks * namespace.spec.block_tokens,
+            tiers=common.TierTokens(gpu=gpu, host=host, disk=disk, peer=peer),
+        )
+        return pb.LookupResponse(nodes=[here], stop=reasons.STOP[looked.stop])
+
+    def _keys(self, session: Session | None, request: Any, number: int = 0, *, allow_none: bool = False) -> bytes:
+        """The keys of a request, hashed here if it gives tokens. Raises CallError (BAD_KEYS)."""
+        keys: bytes = request.keys
+        tokens: bytes = request.tokens
+        if keys and tokens:
+            raise CallError(common.REASON_BAD_KEYS, "keys and tokens are both given; give one of them")
+        if len(keys) % KEY_BYTES:
+            raise _bad_keys("keys", len(keys), KEY_BYTES)
+        if len(tokens) % _TOKEN_BYTES:
+            raise _bad_keys("tokens", len(tokens), _TOKEN_BYTES)
+        if keys or (allow_none and not tokens):
+            return keys
+        if not tokens:
+            raise CallError(common.REASON_BAD_KEYS, "neither keys nor tokens are given")
+        namespace = self._shell.namespace(number or request.namespace_id)
+        root = session.root_keys.get(namespace.number) if session is not None else None
+        if root is None:
+            raise CallError(
+                common.REASON_BAD_KEYS,
+                "tokens need a root_key in this session's OpenNamespace; give it, or hash yourself and send keys",
+            )
+        most = self._shell.config.max_keys * namespace.spec.block_tokens * _TOKEN_BYTES
+        if len(tokens) > most:
+            raise CallError(common.REASON_LIMIT, f"{len(tokens) // _TOKEN_BYTES} tokens are too many for one call")
+        return block_keys(root, tokens, namespace.spec.block_tokens)
+
+
+def _prompt_tokens(request: pb.AcquireRequest, keys: bytes, block_tokens: int) -> int:
+    """The prompt's length where the worker did not tell it."""
+    return len(request.tokens) // _TOKEN_BYTES or len(keys) // KEY_BYTES * block_tokens
+
+
+def _grant(reserved: c.Reserved, grant: c.Grant) -> pb.PartGrant:
+    """One part's slots, without the blocks that have this part already."""
+    blocks, slots = reserved.blocks, grant.slots
+    wanted = slots != NO_SLOT
+    if not wanted.all():
+        blocks, slots = blocks[wanted], slots[wanted]
+    generations = np.full(len(slots), reserved.generation, np.uint64)
+    return pb.PartGrant(
+        part=grant.part,
+        pool=grant.pool,
+        blocks=blocks.tobytes(),
+        slots=slots.tobytes(),
+        generations=generations.tobytes(),
+    )
+
+
+def _counts(counts: Any) -> list[common.ReasonCount]:
+    return [common.ReasonCount(reason=reasons.SKIP[skip], count=count) for skip, count in counts.items()]
+
+
+def _coverage(reservation: Reservation, request: pb.CommitRequest) -> tuple[e.Coverage, ...] | None:
+    """What the commit says was written, as ranges of blocks; None for everything granted."""
+    if not request.parts:
+        return None
+    ranges: list[e.Coverage] = []
+    for written in request.parts:
+        if len(written.blocks) % 4:
+            raise CallError(common.REASON_BAD_ARGUMENT, "blocks must be little-endian u32")
+        blocks = np.frombuffer(written.blocks, "<u4") if written.blocks else reservation.blocks
+        heads = written.heads or None
+        runs = np.split(blocks, np.flatnonzero(np.diff(blocks.astype(np.int64)) != 1) + 1)
+        ranges += [e.Coverage(int(run[0]), len(run), written.part, written.first_head, heads) for run in runs]
+    return tuple(ranges)
+
+
+def _require_written(reservation: Reservation, coverage: tuple[e.Coverage, ...] | None) -> None:
+    """Every byte that a commit makes visible must have come through WriteBlocks. Raises RESERVATION_INCOMPLETE."""
+    namespace = reservation.namespace
+    if coverage is None:
+        coverage = tuple(e.Coverage(block, 1, part) for part, block in reservation.slots)
+    for item in coverage:
+        if item.part >= len(namespace.part_bytes):
+            raise CallError(common.REASON_BAD_ARGUMENT, f"there is no part {item.part} in this namespace")
+        head = namespace.head_bytes[item.part]
+        start = item.first_head * head
+        end = namespace.part_bytes[item.part] if item.head_count is None else start + item.head_count * head
+        for block in range(item.first_block, item.first_block + item.block_count):
+            if (item.part, block) in reservation.slots and not reservation.is_written(item.part, block, start, end):
+                raise CallError(
+                    common.REASON_RESERVATION_INCOMPLETE,
+                    f"part {item.part} of block {block} was not written; the reservation stays, write and commit again",
+                    part=item.part, block=block,
+                )  # fmt: skip
+
+
+def _mapped(source: "Future[c.Reply]", change: Any) -> "Future[Any]":
+    """A future of `change(result)`; what it raises is its exception."""
+    target: Future[Any] = Future()
+
+    def done(resolved: "Future[c.Reply]") -> None:
+        try:
+            target.set_result(change(resolved.result()))
+        except CallError as error:
+            target.set_exception(error)
+
+    source.add_done_callback(done)
+    return target
+
+
+def _bad_keys(name: str, size: int, unit: int) -> CallError:
+    return CallError(common.REASON_BAD_KEYS, f"{name} must be a multiple of {unit} bytes and not empty, got {size}")
+
+
+def _draining() -> CallError:
+    return CallError(common.REASON_DRAINING, "the server is draining and takes no new leases or reservations")

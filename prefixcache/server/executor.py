@@ -1,0 +1,121 @@
+"""Carries out the planner's orders.
+
+`SetGenerations` is done on the spot, because it must be before the reply leaves; whatever touches the bytes of slots
+goes to one background thread and comes back as a Done event, exactly one for every order. The thread ends work it
+cannot do with a Done that says so; it never keeps silent.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from prefixcache.core import commands as c
+from prefixcache.core import events as e
+from prefixcache_offload.pool import HostPool
+
+log = logging.getLogger(__name__)
+
+Digests = npt.NDArray[np.uint8]
+_DIGEST_BYTES: Final = 16
+_IDLE_S: Final = 0.25
+# Bytes hashed between two looks at whether to stop: a few milliseconds.
+_STOP_CHECK_SLOTS: Final = 8
+
+
+def checksum(data: npt.NDArray[np.uint8]) -> bytes:
+    """xxh3-128 of u8[n], 16 bytes big-endian."""
+    return xxhash.xxh3_128_digest(data.data)
+
+
+class Executor:
+    """Owns the background thread; `orders` is the table for `loop.Owner`."""
+
+    def __init__(self, pools: Mapping[int, HostPool], beat: Callable[[], None]) -> None:
+        self._pools = pools
+        self._beat = beat
+        self._queue: queue.SimpleQueue[Callable[[], e.Event] | None] = queue.SimpleQueue()
+        self._report: Callable[[e.Event], object] | None = None
+        self._thread = threading.Thread(target=self._run, name="prefixcache-executor", daemon=True)
+        self._stopping = False
+        self.orders: dict[type, Callable[..., None]] = {
+            c.SetGenerations: self._set_generations,
+            c.CopySlots: lambda order: self._queue.put(lambda: self._copy(order)),
+            c.ComputeChecksum: lambda order: self._queue.put(lambda: self._compute(order)),
+            c.VerifyParts: lambda order: self._queue.put(lambda: self._verify(order)),
+        }
+
+    @property
+    def backlog(self) -> int:
+        """Orders waiting."""
+        return self._queue.qsize()
+
+    def start(self, report: Callable[[e.Event], object]) -> None:
+        """Start the thread; `report` takes the Done events (the owner's `call`)."""
+        self._report = report
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the order it is at; those still waiting are dropped, as the planner ends as well."""
+        self._stopping = True
+        self._queue.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        assert self._report is not None
+        while not self._stopping:
+            try:
+                work = self._queue.get(timeout=_IDLE_S)
+            except queue.Empty:
+                self._beat()
+                continue
+            if work is not None and not self._stopping:
+                self._report(work())
+            self._beat()
+
+    def _set_generations(self, order: c.SetGenerations) -> None:
+        self._pools[order.pool].control[order.slots] = order.generation
+
+    def _copy(self, order: c.CopySlots) -> e.Event:
+        pool = self._pools[order.pool]
+        try:
+            for source, target in zip(order.sources.tolist(), order.targets.tolist(), strict=True):
+                np.copyto(pool.slot(target, order.slot_bytes), pool.slot(source, order.slot_bytes))
+        except (IndexError, ValueError) as error:
+            log.error("a slab could not be moved", extra={"facts": {"copy": order.copy, "error": error}})
+            return e.CopyDone(order.copy, ok=False)
+        return e.CopyDone(order.copy, ok=True)
+
+    def _compute(self, order: c.ComputeChecksum) -> e.Event:
+        digests = self._digests(order.pool, order.slots, order.size_bytes)
+        return e.ChecksumDone(order.namespace, order.part, order.rows, order.generations, digests)
+
+    def _verify(self, order: c.VerifyParts) -> e.Event:
+        failed: list[tuple[int, int]] = []
+        for part in order.parts:
+            digests = self._digests(part.pool, part.slots, part.size_bytes)
+            good = np.zeros(len(part.rows), bool) if digests is None else (digests == part.digests).all(axis=1)
+            failed.extend((part.part, row) for row in part.rows[~good].tolist())
+        return e.VerifyDone(order.check, tuple(failed))
+
+    def _digests(self, pool_id: int, slots: npt.NDArray[np.uint32], size_bytes: int) -> Digests | None:
+        """u8[n, 16] of the first `size_bytes` of each slot; None when a slot is not in the pool or the server ends."""
+        pool = self._pools[pool_id]
+        digests = np.empty((len(slots), _DIGEST_BYTES), np.uint8)
+        try:
+            for index, slot in enumerate(slots.tolist()):
+                if self._stopping:
+                    return None
+                digests[index] = np.frombuffer(checksum(pool.slot(slot, size_bytes)), np.uint8)
+                if index % _STOP_CHECK_SLOTS == 0:
+                    self._beat()
+        except (IndexError, ValueError) as error:
+            log.error("a checksum could not be computed", extra={"facts": {"slots": len(slots), "error": error}})
+            return None
+        return digests

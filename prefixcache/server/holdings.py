@@ -1,0 +1,117 @@
+"""What slots each lease and reservation has, for the calls that move bytes through the server.
+
+Filled from the planner's answers and emptied by its orders, always inside the owner's lock, so it never knows a
+lease that the planner has ended. It must not decide anything.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache.core.commands import Acquired, Reserved
+from prefixcache.core.ids import NO_SLOT
+from prefixcache.server.layouts import Namespace
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A lease: what was acquired, by which session. `tail`: the last key asked for, which names the whole prompt."""
+
+    session: bytes
+    namespace: Namespace
+    acquired: Acquired
+    tail: bytes
+
+
+class Reservation:
+    """A reservation: where each (part, block) goes, and which byte ranges came through the server so far."""
+
+    __slots__ = ("_reserved", "_slots", "namespace", "session", "written")
+
+    def __init__(self, session: bytes, namespace: Namespace, reserved: Reserved) -> None:
+        self.session = session
+        self.namespace = namespace
+        self.written: dict[tuple[int, int], Ranges] = {}
+        self._reserved = reserved
+        self._slots: dict[tuple[int, int], tuple[int, int]] | None = None
+
+    @property
+    def blocks(self) -> npt.NDArray[np.uint32]:
+        """Granted blocks, u32[n], ascending."""
+        return self._reserved.blocks
+
+    @property
+    def slots(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """(pool, slot) by (part, block); made when first asked for, as workers that map the pools never need it."""
+        if self._slots is None:
+            blocks = self._reserved.blocks.tolist()
+            self._slots = {}
+            for grant in self._reserved.grants:
+                granted = np.flatnonzero(grant.slots != NO_SLOT).tolist()
+                self._slots |= {(grant.part, blocks[at]): (grant.pool, int(grant.slots[at])) for at in granted}
+        return self._slots
+
+    def wrote(self, part: int, block: int, start: int, end: int) -> None:
+        """Bytes [start, end) of that part came."""
+        self.written.setdefault((part, block), Ranges()).add(start, end)
+
+    def is_written(self, part: int, block: int, start: int, end: int) -> bool:
+        """Whether all bytes [start, end) of that part came."""
+        ranges = self.written.get((part, block))
+        return ranges is not None and ranges.covers(start, end)
+
+
+class Ranges:
+    """A set of byte ranges, joined where they touch. Few ranges are ever in it: writers go front to back."""
+
+    __slots__ = ("_ranges",)
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []
+
+    def add(self, start: int, end: int) -> None:
+        """Add [start, end)."""
+        joined = []
+        for low, high in self._ranges:
+            if high < start or low > end:
+                joined.append((low, high))
+            else:
+                start, end = min(start, low), max(end, high)
+        joined.append((start, end))
+        self._ranges = sorted(joined)
+
+    def covers(self, start: int, end: int) -> bool:
+        """Whether all of [start, end) is in it."""
+        return any(low <= start and end <= high for low, high in self._ranges)
+
+
+class Holdings:
+    """Leases and reservations by id."""
+
+    def __init__(self) -> None:
+        self.leases: dict[bytes, Lease] = {}
+        self.reservations: dict[bytes, Reservation] = {}
+
+    def leased(self, session: bytes, namespace: Namespace, acquired: Acquired, tail: bytes) -> Lease:
+        """A lease was granted; the lease as it was granted first, which a repeated call does not change."""
+        lease = self.leases.get(acquired.lease)
+        if lease is None:
+            lease = self.leases[acquired.lease] = Lease(session, namespace, acquired, tail)
+        return lease
+
+    def reserved(self, session: bytes, namespace: Namespace, reserved: Reserved) -> None:
+        """A reservation was granted (or granted again: a repeated call changes nothing)."""
+        if reserved.reservation in self.reservations:
+            return
+        self.reservations[reserved.reservation] = Reservation(session, namespace, reserved)
+
+    def count_by_session(self) -> tuple[dict[bytes, int], dict[bytes, int]]:
+        """(leases, reservations) of each session that has any."""
+        leases: dict[bytes, int] = {}
+        reservations: dict[bytes, int] = {}
+        for lease in list(self.leases.values()):
+            leases[lease.session] = leases.get(lease.session, 0) + 1
+        for reservation in list(self.reservations.values()):
+            reservations[reservation.session] = reservations.get(reservation.session, 0) + 1
+        return leases, reservations

@@ -1,0 +1,106 @@
+"""Prometheus: what GetStats tells, as metrics. Nothing is counted here, so nothing can be counted twice.
+
+Names are `prefixcache_...`, units at the end; labels have few values (tiers, reasons, methods, namespaces by short id).
+"""
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from prefixcache.server.dispatch import CallCounters
+from prefixcache.server.errors import reason_name
+from prefixcache.server.stats import Statistics
+from prefixcache.v1 import admin_pb2 as pb
+from prefixcache.v1 import common_pb2 as common
+
+_TIERS = ("gpu", "host", "disk", "peer")
+
+
+class Metrics(Collector):
+    """Collects at each scrape."""
+
+    def __init__(self, statistics: Statistics, counters: CallCounters) -> None:
+        self._statistics = statistics
+        self._counters = counters
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing ahead of time: that would need a snapshot before the server is up."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of this moment."""
+        stats = self._statistics.snapshot()
+        yield from _tokens(stats.tokens)
+        yield from _tiers(stats.tiers)
+        yield from _health(stats)
+        yield from self._calls()
+        for counter in stats.counters:
+            if not counter.label:
+                yield GaugeMetricFamily(f"prefixcache_{counter.name}", f"{counter.name} since start", counter.value)
+        yield _labelled(stats.counters, "blocks_skipped", ["reason"])
+        yield _labelled(stats.counters, "refused_calls", ["method", "reason"])
+
+    def _calls(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(
+            "prefixcache_call_seconds", "Time inside the server of answered calls", labels=["transport", "method"]
+        )
+        for (transport, method), latency in sorted(self._counters.latency.items()):
+            pairs = latency.cumulative()
+            buckets = [(str(bound), float(count)) for bound, count in pairs[:24]]
+            buckets.append(("+Inf", float(pairs[-1][1])))
+            family.add_metric([transport, method], buckets, latency.sum_s)
+        yield family
+
+
+def _tokens(tokens: pb.TokenSums) -> Iterator[Metric]:
+    """The closed sum: looked_up = sum of hit + sum of miss + pending."""
+    looked_up = CounterMetricFamily("prefixcache_tokens_looked_up", "Tokens asked for by Acquire")
+    looked_up.add_metric([], tokens.looked_up)
+    hit = CounterMetricFamily("prefixcache_tokens_hit", "Tokens used, by tier", labels=["tier"])
+    for tier in _TIERS:
+        hit.add_metric([tier], getattr(tokens.hit, tier))
+    miss = CounterMetricFamily("prefixcache_tokens_miss", "Tokens not served, by reason", labels=["reason"])
+    for item in tokens.miss:
+        miss.add_metric([reason_name(item.reason)], item.count)
+    yield looked_up
+    yield hit
+    yield miss
+    yield GaugeMetricFamily("prefixcache_tokens_pending", "Tokens under leases that have not ended", tokens.pending)
+
+
+def _tiers(tiers: Iterable[pb.TierStats]) -> Iterator[Metric]:
+    by_kind = GaugeMetricFamily("prefixcache_tier_bytes", "Bytes of a tier, by what they are", labels=["tier", "kind"])
+    blocks = GaugeMetricFamily("prefixcache_tier_blocks", "Visible blocks", labels=["tier"])
+    evicted = CounterMetricFamily("prefixcache_tier_evicted_blocks", "Blocks evicted", labels=["tier"])
+    for tier in tiers:
+        name = common.Tier.Name(tier.tier).removeprefix("TIER_").lower()
+        for kind in ("capacity", "ready", "used", "filling", "quarantined", "leased"):
+            by_kind.add_metric([name, kind], getattr(tier, f"{kind}_bytes"))
+        blocks.add_metric([name], tier.blocks)
+        evicted.add_metric([name], tier.evicted_blocks)
+    yield from (by_kind, blocks, evicted)
+
+
+def _health(stats: pb.GetStatsResponse) -> Iterator[Metric]:
+    yield GaugeMetricFamily("prefixcache_serving", "1 while calls are answered", float(stats.health != "not_serving"))
+    yield GaugeMetricFamily("prefixcache_uptime_seconds", "Time since start", stats.uptime_s)
+    age = GaugeMetricFamily("prefixcache_part_age_seconds", "Time since a part's last sign of life", labels=["part"])
+    for part in stats.parts:
+        age.add_metric([part.part], part.age_s)
+    yield age
+
+
+def _labelled(counters: Iterable[pb.Counter], name: str, labels: list[str]) -> Metric:
+    family = CounterMetricFamily(f"prefixcache_{name}", f"{name} since start", labels=labels)
+    for counter in counters:
+        if counter.name == name:
+            family.add_metric(counter.label.split(":") if len(labels) > 1 else [counter.label], counter.value)
+    return family

@@ -1,0 +1,155 @@
+"""GetStats: one consistent picture of this moment, from which /metrics, /stats.json and `status` are made as well.
+
+Counts are read inside the owner's lock, so the closed sum closes in every answer. No keys, no tokens' values.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from prefixcache.core.ids import HOST_POOL, SLOT_GRANULE
+from prefixcache.core.ledger import Stats, TokenLedger
+from prefixcache.core.planner import Planner
+from prefixcache.core.reasons import Miss
+from prefixcache.server import reasons
+from prefixcache.server.dispatch import CallCounters
+from prefixcache.server.health import Health
+from prefixcache.server.memory import HostMemory
+from prefixcache.server.service import Shell
+from prefixcache.v1 import admin_pb2 as pb
+from prefixcache.v1 import common_pb2 as common
+
+_MOST_SESSIONS: Final = 1000  # shown; all are counted
+
+
+class Statistics:
+    """Makes GetStatsResponse messages. `addresses` is filled by whoever opens them."""
+
+    def __init__(
+        self, shell: Shell, planner: Planner, memory: HostMemory, health: Health, counters: CallCounters
+    ) -> None:
+        self._shell = shell
+        self._planner = planner
+        self._memory = memory
+        self._health = health
+        self._counters = counters
+        self.addresses: list[str] = []
+        self.backlog: Callable[[], int] = lambda: 0
+
+    def snapshot(self) -> pb.GetStatsResponse:
+        """Everything, now."""
+        shell = self._shell
+        health, detail = self._health.state()
+        response = pb.GetStatsResponse(
+            version=shell.version,
+            incarnation=shell.incarnation,
+            uptime_s=shell.owner.clock() - shell.started_at,
+            health=health,
+            health_detail=detail,
+            parts=[
+                pb.Heartbeat(part=part.part, age_s=part.age_s, alive=part.alive)
+                for part in self._health.heartbeats.states()
+            ],
+            addresses=self.addresses,
+        )
+        with shell.owner.lock:
+            stats = self._planner.state.stats
+            response.tokens.CopyFrom(_token_sums(stats.tokens))
+            response.tiers.append(self._host_tier(stats))
+            response.namespaces.extend(self._namespaces())
+            response.counters.extend(_core_counters(stats))
+            response.sessions.extend(self._sessions())
+        response.counters.extend(self._shell_counters())
+        return response
+
+    def _host_tier(self, stats: Stats) -> pb.TierStats:
+        state = self._planner.state
+        pool = state.pools[HOST_POOL]
+        filling = quarantined = 0
+        for reservation in state.reservations.values():
+            size = sum(len(slots) * reservation.space.strides[part] for part, slots in reservation.slots.items())
+            if reservation.expired or reservation.ended:
+                quarantined += size
+            else:
+                filling += size
+        on, detail = self._memory.state()
+        return pb.TierStats(
+            tier=common.TIER_HOST,
+            capacity_bytes=pool.spec.size_bytes,
+            ready_bytes=pool.ready_bytes,
+            used_bytes=max(pool.used_bytes - filling - quarantined, 0),
+            filling_bytes=filling,
+            quarantined_bytes=quarantined,
+            leased_bytes=self._leased_bytes(),
+            blocks=sum(space.table.used for space in state.namespaces.values()),
+            evicted_blocks=stats.blocks_evicted,
+            state=on,
+            detail=detail,
+        )
+
+    def _leased_bytes(self) -> int:
+        """Bytes of the slots under leases, one by one, but never more than the bytes there are."""
+        total = 0
+        for lease in self._shell.holdings.leases.values():
+            sizes = lease.namespace.part_bytes
+            total += sum(len(run.slots) * -(-sizes[run.part] // SLOT_GRANULE) for run in lease.acquired.runs)
+        return min(total * SLOT_GRANULE, self._planner.state.pools[HOST_POOL].used_bytes)
+
+    def _namespaces(self) -> Iterable[pb.NamespaceStats]:
+        for number, namespace in self._shell.namespaces.items():
+            space = self._planner.state.namespaces[number]
+            yield pb.NamespaceStats(
+                namespace_id=number,
+                fingerprint=namespace.fingerprint,
+                label=namespace.label,
+                block_tokens=namespace.spec.block_tokens,
+                block_bytes=namespace.block_bytes,
+                blocks=space.table.used,
+            )
+
+    def _sessions(self) -> Iterable[pb.SessionStats]:
+        leases, reservations = self._shell.holdings.count_by_session()
+        now = self._shell.owner.clock()
+        for session, _ in zip(self._shell.sessions, range(_MOST_SESSIONS), strict=False):
+            yield pb.SessionStats(
+                client_name=session.name,
+                transport=session.transport,
+                pid=session.pid,
+                leases=leases.get(session.id, 0),
+                reservations=reservations.get(session.id, 0),
+                age_s=now - session.opened_at,
+            )
+
+    def _shell_counters(self) -> Iterable[pb.Counter]:
+        for (method, reason), count in sorted(self._counters.refused.items()):
+            yield pb.Counter(name="refused_calls", label=f"{method}:{reason}", value=count)
+        yield pb.Counter(name="sessions_open", value=len(self._shell.sessions))
+        yield pb.Counter(name="background_orders", value=self.backlog())
+
+
+def _token_sums(ledger: TokenLedger) -> pb.TokenSums:
+    """The ledger, misses summed by the contract's reasons."""
+    misses: dict[int, int] = {}
+    for miss, count in ledger.miss.items():
+        reason = reasons.MISS[Miss(miss)]
+        misses[reason] = misses.get(reason, 0) + count
+    gpu, host, disk, peer = ledger.hit
+    return pb.TokenSums(
+        looked_up=ledger.looked_up,
+        hit=common.TierTokens(gpu=gpu, host=host, disk=disk, peer=peer),
+        miss=[
+            common.ReasonCount(reason=common.Reason.ValueType(reason), count=count)
+            for reason, count in sorted(misses.items())
+            if count
+        ],
+        pending=ledger.pending,
+    )
+
+
+def _core_counters(stats: Stats) -> Iterable[pb.Counter]:
+    for name in (
+        "acquires", "lookups", "blocks_stored", "blocks_evicted", "blocks_cleared", "parts_failed_verification",
+        "leases_expired", "reservations_expired", "slots_quarantined", "slots_moved",
+    ):  # fmt: skip
+        yield pb.Counter(name=name, value=getattr(stats, name))
+    for skip, count in stats.blocks_skipped.items():
+        yield pb.Counter(name="blocks_skipped", label=str(skip), value=count)

@@ -102,7 +102,7 @@ u32 = st.one_of(st.integers(0, 5), st.sampled_from([16, (1 << 31) - 1, 1 << 31, 
 def test_no_numbers_make_it_overflow(numbers: list[int], size: int) -> None:
     tokens, kind, window, layers, heads, k, v, scale = numbers
     group = pb.LayerGroup(
-        kind=kind % 5, window_tokens=window, layers=layers, kv_heads=heads, k_bytes=k, v_bytes=v, scale_bytes=scale
+        kind=pb.GroupKind.ValueType(kind % 5), window_tokens=window, layers=layers, kv_heads=heads, k_bytes=k, v_bytes=v, scale_bytes=scale
     )  # fmt: skip
     exact = heads * layers * ((1 if group.kind == pb.GROUP_KIND_STATE else tokens) * (k + v) + scale)
     for told in (size, exact % (1 << 64)):

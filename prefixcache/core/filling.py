@@ -129,7 +129,7 @@ class Filling:
         space = reservation.space
         entries = np.flatnonzero(ready)
         self._unmark_patches(reservation, entries)
-        if reservation.pin is None or reservation.pin.node.state == DETACHED:
+        if any(pin.node.state == DETACHED for pin in reservation.pins):
             reservation.status[entries] = Entry.ORPHANED
             return 0
         self._publish_patched(reservation, entries, out)
@@ -210,12 +210,7 @@ class Filling:
         unfinished = np.flatnonzero(reservation.status[: reservation.fresh] == Entry.OPEN)
         self._unmark_patches(reservation, unfinished)
         reservation.status[unfinished] = Entry.ORPHANED
-        self._unpin(reservation)
-
-    def _unpin(self, reservation: Reservation) -> None:
-        if reservation.pin is not None:
-            self.remover.unpin(reservation.pin)
-            reservation.pin = None
+        self.remover.unpin_all(reservation.pins)
 
     def _finish(self, reservation: Reservation, outcome: Committed | Aborted | Refused, out: list[Command]) -> None:
         """The end: every slot it still holds comes back. Keys must be free before."""
@@ -228,7 +223,7 @@ class Filling:
             reservation.ended = True
             state.deadlines.note_ended()
         self._give_back(reservation, reservation.status != Entry.SETTLED)
-        self._unpin(reservation)
+        self.remover.unpin_all(reservation.pins)
         del state.reservations[reservation.reservation]
         del state.sessions[reservation.session].reservations[reservation.reservation]
         state.remember_end(reservation.session, reservation.reservation, outcome)

@@ -36,11 +36,13 @@ class Memory:
     def __init__(self) -> None:
         self.heads: dict[int, list[Tag | None]] = {}
         self.control: dict[int, int] = {}
+        self.dirty = False
 
     def write(self, slot: int, heads: range, tag: Tag) -> None:
         content = self.heads.setdefault(slot, [None] * HEADS)
         for head in heads:
             content[head] = tag
+        self.dirty = True
 
     def read(self, slot: int) -> tuple[Tag | None, ...]:
         return tuple(self.heads.get(slot, [None] * HEADS))
@@ -52,7 +54,7 @@ class Memory:
         return hashlib.sha256(repr(self.read(slot)).encode()).digest()[:16]
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """Something asynchronous under way."""
 
@@ -95,6 +97,7 @@ class Executor:
         if job.copied < len(command.sources) and not failed:
             source, target = int(command.sources[job.copied]), int(command.targets[job.copied])
             self.memory.heads[target] = list(self.memory.read(source))
+            self.memory.dirty = True
             job.copied += 1
             return None
         self.jobs.remove(job)

@@ -7,10 +7,13 @@ has exactly one answer; that the planner's sums are those of the answers it gave
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+import numpy as np
 
 from prefixcache.core import invariants
 from prefixcache.core.commands import (
@@ -53,13 +56,15 @@ from prefixcache.core.events import (
     SnapshotRestored,
     TimePassed,
 )
-from prefixcache.core.ids import HOST_POOL, KEY_BYTES, NO_SLOT, GroupKind, NamespaceKind
+from prefixcache.core.ids import HOST_POOL, ID_BYTES, KEY_BYTES, NO_SLOT, GroupKind, NamespaceKind, Rows
+from prefixcache.core.namespaces import Namespace
 from prefixcache.core.planner import Planner
 from prefixcache.core.radix import VISIBLE, subtree
 from prefixcache.core.reasons import Refusal
 from prefixcache.core.spec import GroupSpec, Limits, NamespaceSpec, PartSpec, PlannerConfig, PoolSpec
 from prefixcache.core.table import UNVERIFIED
 from tests.sim.fakes import HEADS, ROTTEN, Executor, Memory, SimError
+from tests.sim.nonsense import Nonsense
 from tests.sim.workers import Prompt, Reading, Worker, Writing
 
 GRANULE = 4096
@@ -76,7 +81,7 @@ SPECS = (
     NamespaceSpec(TOKENS, (GroupSpec(GroupKind.SLIDING, 2 * TOKENS),), (PartSpec(0, HEADS, GRANULE),)),
     NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, HEADS, GRANULE),), NamespaceKind.FOREIGN),
 )
-STEPS = 48
+STEPS = 60
 
 
 def chain(letters: str) -> bytes:
@@ -98,7 +103,8 @@ class Simulator:
         self.memory = Memory()
         self.executor = Executor(self.memory, self.rng)
         self.now = 0.0
-        self.log: list[str] = []
+        self.history: list[tuple[float, Event, list[Command]]] = []
+        self.dirty = True
         self.next_id = 0
         self.workers: list[Worker] = []
         self.visible: dict[int, set[bytes]] = {}
@@ -107,10 +113,23 @@ class Simulator:
         chosen = self.rng.sample(range(len(SPECS)), self.rng.choice((1, 2, 2, 3)))
         self.specs = {number: SPECS[number] for number in chosen}
         self.checksum = self.rng.random() < 0.5
+        # Each seed has its own temper, or nothing would ever live long enough to be hit.
+        self.trouble = self.rng.choice((0.05, 0.15, 0.5))
+        self.diligence = self.rng.choice((0.2, 0.6, 0.9))
         self.slabs = self.rng.randint(2, 6)
         self.config = self._config(1)
         self.planner = make_planner(self.config)
+        self.nonsense = Nonsense(self)
         self._open_namespaces()
+
+    @property
+    def log(self) -> list[str]:
+        """What happened, a line per event and command."""
+        lines = []
+        for at, event, commands in self.history:
+            lines.append(f"{at:8.1f} {_short(event)}")
+            lines += [f"         -> {_short(command)}" for command in commands]
+        return lines
 
     def run(self, steps: int = STEPS) -> None:
         for _ in range(steps):
@@ -118,8 +137,15 @@ class Simulator:
         self.finish()
 
     def step(self) -> None:
-        actions = (self.act, self.act, self.act, self.act, self.executes, self.executes, self.passes, self.rare)
-        self.rng.choice(actions)()
+        choice = self.rng.random()
+        if choice < 0.66:
+            self.act()
+        elif choice < 0.85:
+            self.executes()
+        elif self.rng.random() < self.trouble:
+            self.rng.choice((self.rare, self.passes, self.talk_nonsense))()
+        else:
+            self.rng.choice((self.look_up, self.act))()
         self.check()
 
     def finish(self) -> None:
@@ -153,11 +179,11 @@ class Simulator:
         worker = self.rng.choice(alive)
         choices: list[Callable[[Worker], None]] = []
         if not worker.gone:
-            choices += [self.acquire, self.acquire, self.reserve, self.reserve, self.reserve]
+            choices += [self.acquire, self.acquire, self.reserve, self.reserve]
         if worker.readings:
-            choices += [self.read, self.read, self.read]
+            choices += [self.read, self.read]
         if worker.writings:
-            choices += [self.write] * 8
+            choices += [self.write] * 6
         if choices:
             self.rng.choice(choices)(worker)
 
@@ -167,27 +193,29 @@ class Simulator:
             self.send(event)
 
     def passes(self) -> None:
-        self.now += self.rng.choice((0.1, 0.5, 3.0))
+        self.now += self.rng.choice((0.1, 0.5, 1.0, 3.0))
         if self.rng.random() < 0.7:
             self.send(TimePassed())
 
     def rare(self) -> None:
         choice = self.rng.random()
-        if choice < 0.3 and self.workers:
+        if choice < 0.35 and self.workers:
             self.session_trouble(self.rng.choice(self.workers))
-        elif choice < 0.45:
+        elif choice < 0.5:
             number = self.rng.choice(list(self.specs))
             prompt = self.prompt(number)
-            keys = self.rng.choice((None, prompt.keys, prompt.keys[:KEY_BYTES]))
+            keys = self.rng.choice((None, prompt.keys, prompt.keys))
             self.send(ClearRequested(self.rng.choice((None, number)) if keys is None else number, keys))
-        elif choice < 0.55:
+        elif choice < 0.6:
             self.send(CapacityReady(HOST_POOL, self.rng.randint(0, self.slabs * 4) * GRANULE))
-        elif choice < 0.65:
-            self.fail_part()
         elif choice < 0.75:
-            self.restart()
+            self.fail_part()
         else:
-            self.look_up()
+            self.restart()
+
+    def talk_nonsense(self) -> None:
+        """What no good client sends, and what good clients send twice."""
+        self.nonsense.send_some()
 
     # -- sessions ------------------------------------------------------------------------------------------------
 
@@ -313,6 +341,11 @@ class Simulator:
             del worker.writings[name]  # the daemon wrote for it, and knows
             return
         choice = self.rng.random()
+        if self.rng.random() < self.diligence:
+            for piece in list(writing.todo):
+                writing.write(self.memory, piece)
+            self.commit(worker, name, writing)
+            return
         if writing.todo and choice < 0.75:
             for piece in self.rng.sample(writing.todo, min(len(writing.todo), self.rng.choice((1, 2, 99)))):
                 writing.write(self.memory, piece)
@@ -358,8 +391,6 @@ class Simulator:
 
     def restart(self) -> None:
         """A clean drain, a snapshot, and a new planner over the same bytes, some of which rotted."""
-        if self.rng.random() < 0.6:
-            return
         self.send(DrainStarted())
         for worker in self.workers:
             self.send(ProcessExited(worker.session))
@@ -381,11 +412,12 @@ class Simulator:
 
     def send(self, event: Event) -> list[Command]:
         """Hands an event to the planner and does what it answers."""
-        self.log.append(f"{self.now:8.1f} {_short(event)}")
-        commands = self.planner.handle(event, self.now)
+        self.dirty = True
+        commands: list[Command] = []
+        self.history.append((self.now, event, commands))
+        commands += self.planner.handle(event, self.now)
         replies = 0
         for command in commands:
-            self.log.append(f"         -> {_short(command)}")
             self._do(command)
             replies += isinstance(command, Reply)
         held = any(isinstance(command, VerifyParts) for command in commands)
@@ -429,41 +461,49 @@ class Simulator:
             visible -= keys
         else:
             # A subtree left: what it held is read off the tree, which `check` compares with everything else.
-            self._resync = True
+            self.visible[event.namespace] &= self._stored_keys(event.namespace)
 
     def _has_full(self, namespace: int) -> bool:
         return any(group.kind is GroupKind.FULL for group in self.specs[namespace].groups)
 
-    _resync = False
-
     def check(self) -> None:
-        invariants.check(self.planner)
+        """Everything, if anything happened to the planner or to memory."""
+        if not self.dirty and not self.memory.dirty:
+            return
+        if self.dirty:
+            invariants.check(self.planner)
+        self.dirty = self.memory.dirty = False
         state = self.planner.state
         for space in state.namespaces.values():
-            seen: set[bytes] = set()
-            for node in subtree(space.tree.root):
-                if node.state == VISIBLE and node.parent is not None:
-                    keys = [node.edge[at : at + KEY_BYTES] for at in range(0, len(node.edge), KEY_BYTES)]
-                    rows = node.row_array()
-                    seen.update(key for key, stored in zip(keys, space.any_part(rows), strict=True) if stored)
-                    self._check_bytes(space, rows.tolist(), keys)
-            if self._resync:
-                self.visible[space.number] &= seen
-            if seen != self.visible[space.number]:
+            for rows, keys in self._nodes(space):
+                self._check_bytes(space, rows.tolist(), keys)
+            if self._stored_keys(space.number) != self.visible[space.number]:
                 raise SimError("published events and tree differ")
-        self._resync = False
         tokens = state.stats.tokens
         if tokens.looked_up != self.sums["looked_up"] or sum(tokens.hit) != self.sums["hit"]:
             raise SimError("the planner's sums are not those of its answers")
 
-    def _check_bytes(self, space: object, rows: list[int], keys: list[bytes]) -> None:
+    def _nodes(self, space: Namespace) -> Iterator[tuple[Rows, list[bytes]]]:
+        """Rows and keys of every visible node."""
+        for node in subtree(space.tree.root):
+            if node.state == VISIBLE and node.parent is not None:
+                yield node.row_array(), [node.edge[at : at + KEY_BYTES] for at in range(0, len(node.edge), KEY_BYTES)]
+
+    def _stored_keys(self, number: int) -> set[bytes]:
+        space = self.planner.state.namespaces[number]
+        stored: set[bytes] = set()
+        for rows, keys in self._nodes(space):
+            stored.update(key for key, here in zip(keys, space.any_part(rows).tolist(), strict=True) if here)
+        return stored
+
+    def _check_bytes(self, space: Namespace, rows: list[int], keys: list[bytes]) -> None:
         """Every stored, trusted part holds the bytes of its key, under the generation the table says."""
-        for part, column in enumerate(space.table.parts):  # type: ignore[attr-defined]  # Namespace; avoids a cycle
+        for part, column in enumerate(space.table.parts):
             slots, generations, flags = column.slots[rows], column.generations[rows], column.flags[rows]
             for slot, generation, flag, key in zip(slots.tolist(), generations.tolist(), flags.tolist(), keys, strict=True):
                 if slot == NO_SLOT or flag & UNVERIFIED:
                     continue
-                expected = ((space.number, key, part),) * HEADS  # type: ignore[attr-defined]  # as above
+                expected = ((space.number, key, part),) * HEADS
                 if self.memory.read(slot) != expected:
                     raise SimError(f"slot {slot} holds {self.memory.read(slot)} instead of {expected}")
                 if self.memory.generation(slot) != generation:
@@ -471,7 +511,7 @@ class Simulator:
 
     def prompt(self, namespace: int | None = None) -> Prompt:
         number = self.rng.choice(list(self.specs)) if namespace is None else namespace
-        letters = "".join(self.rng.choice("aaab") for _ in range(self.rng.randint(1, 7)))
+        letters = "".join(self.rng.choice("aaaaab") for _ in range(self.rng.choice((1, 2, 3, 4, 4, 4, 6))))
         keys = chain(letters)
         parents = None
         if self.specs[number].kind is NamespaceKind.FOREIGN and self.rng.random() < 0.7:
@@ -498,5 +538,14 @@ class Simulator:
 
 
 def _short(thing: object) -> str:
-    text = str(thing)
-    return text if len(text) < 300 else text[:300] + "..."
+    """One line; keys and ids by their first bytes, arrays as lists."""
+    if isinstance(thing, bytes):
+        return thing[:3].hex() + f"~{len(thing)}" if len(thing) > ID_BYTES else thing.lstrip(b"\0").hex()
+    if isinstance(thing, np.ndarray):
+        return str(thing.tolist())
+    if isinstance(thing, (tuple, list)):
+        return "[" + ", ".join(_short(each) for each in thing) + "]"
+    if dataclasses.is_dataclass(thing):
+        fields = (f"{field.name}={_short(getattr(thing, field.name))}" for field in dataclasses.fields(thing))
+        return f"{type(thing).__name__}({', '.join(fields)})"
+    return str(thing)[:200]

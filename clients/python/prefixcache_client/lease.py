@@ -141,8 +141,10 @@ class Lease:
         """`with lease.view(i) as array`: the bytes of block i (its position in the prompt), read-only u8[part bytes].
 
         No copy where memory is shared. The bytes are promised while the lease lives: call `valid` after the last use.
-        Raises IndexError when the lease does not hold the block.
+        Raises IndexError when the lease does not hold the block; entering it raises LeaseEndedError after the lease.
         """
+        if self.tokens:
+            self._granted()
         for run in self._all_runs():
             found = run.within(range(block, block + 1)) if run.part == part else None
             if found is not None:
@@ -150,11 +152,12 @@ class Lease:
         raise IndexError(f"the lease holds no block {block} of part {part}")
 
     def valid(self) -> bool:
-        """Whether everything read through the lease until now was what was leased. False after `release`."""
+        """Whether all that was read through the lease so far was what was leased. False once it ended or failed."""
         grant = self._grant
         if grant is None or time.monotonic() >= grant.ends_at:
             return False
-        return grant.session.path.intact(self._all_runs())
+        runs = self._all_runs()
+        return not self._lost and grant.session.path.intact(runs)
 
     def release(self, used_tokens: int | None = None) -> None:
         """Give the blocks back; a second call does nothing. `used_tokens`: what was used, else what was copied."""

@@ -30,6 +30,7 @@ from prefixcache_client.errors import Unreachable
 from prefixcache_client.framing import ERROR, BadFrame, Frame, FrameBuffer, pack_frame
 from prefixcache_client.reasons import DEADLINE
 from prefixcache_client.transport import refusal
+from prefixcache_offload import mapping as mapping
 from prefixcache_offload.export import receive_descriptors
 
 _RECEIVE_BYTES: Final = 1 << 16
@@ -303,7 +304,9 @@ class LocalTransport:
         """Give up the parent's connection in a forked child: no shutdown, which the parent would feel."""
         self._make_locks()
         self._dead = True
-        self._actions = []
+        actions, self._actions = self._actions, []
+        for action in actions:
+            action()
         self._sock.close()
 
 
@@ -314,6 +317,7 @@ def _timeval(seconds: float) -> bytes:
 
 
 def _after_fork_in_child() -> None:
+    # Mappings see to themselves: prefixcache_offload.mapping is imported above, so that its turn comes first.
     for transport in list(_live):
         transport.forget_in_child()
 

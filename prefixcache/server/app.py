@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 _BEAT_LIMIT_S: Final = 5.0
 _GRACE_S: Final = 1.0
 _MOST_FILES: Final = 1 << 16
+_LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 _GENERATION_BITS: Final = 62
 
 
@@ -148,6 +149,8 @@ class Daemon:
         if self.config.listen:
             host, port = units.parse_host_port(self.config.listen)
             real = server.listen(units.format_host_port(host, port))
+            if host not in _LOOPBACK:
+                log.warning("anyone who reaches this address can use the cache", extra={"facts": {"listen": host}})
             self.addresses.append(units.format_host_port(host, real))
         server.start()
 

@@ -63,10 +63,16 @@ def test_slots_are_copied(pool: HostPool, running: Running) -> None:
 def test_checksums_are_of_the_parts_own_bytes(pool: HostPool, running: Running) -> None:
     pool.slot(5, 4096)[:] = np.arange(4096) % 251
     rows, generations = np.array([8, 9], np.uint32), np.array([1, 2], np.uint64)
+    pool.set_generations(SLOTS, generations)
     done = running.run(c.ComputeChecksum(1, 0, 0, 1000, rows, SLOTS, generations))
     assert isinstance(done, e.ChecksumDone)
     assert done.digests is not None
     assert [bytes(row) for row in done.digests] == [checksum(pool.slot(slot, 1000)) for slot in (1, 5)]
+    pool.set_generations(SLOTS[:1], np.array([7], np.uint64))
+    stale = running.run(c.ComputeChecksum(1, 0, 0, 1000, rows, SLOTS, generations))
+    assert isinstance(stale, e.ChecksumDone)
+    assert stale.digests is not None
+    assert bytes(stale.digests[0]) == bytes(16), "its slot has another owner by now"
     failed = running.run(c.ComputeChecksum(1, 0, 0, 1000, rows, OUTSIDE, generations))
     assert isinstance(failed, e.ChecksumDone)
     assert failed.digests is None

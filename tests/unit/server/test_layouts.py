@@ -101,9 +101,8 @@ u32 = st.one_of(st.integers(0, 5), st.sampled_from([16, (1 << 31) - 1, 1 << 31, 
 @given(st.lists(u32, min_size=8, max_size=8), st.integers(0, (1 << 64) - 1))
 def test_no_numbers_make_it_overflow(numbers: list[int], size: int) -> None:
     tokens, kind, window, layers, heads, k, v, scale = numbers
-    group = pb.LayerGroup(
-        kind=pb.GroupKind.ValueType(kind % 5), window_tokens=window, layers=layers, kv_heads=heads, k_bytes=k, v_bytes=v, scale_bytes=scale
-    )  # fmt: skip
+    group = pb.LayerGroup(window_tokens=window, layers=layers, kv_heads=heads, k_bytes=k, v_bytes=v, scale_bytes=scale)
+    group.kind = pb.GroupKind.ValueType(kind % 5)
     exact = heads * layers * ((1 if group.kind == pb.GROUP_KIND_STATE else tokens) * (k + v) + scale)
     for told in (size, exact % (1 << 64)):
         part = pb.Part(group=0, layers=layers, size_bytes=told)

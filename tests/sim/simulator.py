@@ -500,9 +500,7 @@ class Simulator:
         """Every stored, trusted part holds the bytes of its key, under the generation the table says."""
         for part, column in enumerate(space.table.parts):
             slots, generations, flags = column.slots[rows], column.generations[rows], column.flags[rows]
-            for slot, generation, flag, key in zip(
-                slots.tolist(), generations.tolist(), flags.tolist(), keys, strict=True
-            ):
+            for slot, generation, flag, key in zip(slots.tolist(), generations.tolist(), flags.tolist(), keys, strict=True):
                 if slot == NO_SLOT or flag & UNVERIFIED:
                     continue
                 expected = ((space.number, key, part),) * HEADS

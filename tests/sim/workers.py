@@ -36,12 +36,7 @@ class Reading:
 
     def copy(self, memory: Memory) -> None:
         self.copied = [
-            (
-                slot,
-                generation,
-                (self.prompt.namespace, self.prompt.key(run.first_block + place), run.part),
-                memory.read(slot),
-            )
+            (slot, generation, (self.prompt.namespace, self.prompt.key(run.first_block + place), run.part), memory.read(slot))
             for run in self.reply.runs
             for place, (slot, generation) in enumerate(zip(run.slots.tolist(), run.generations.tolist(), strict=True))
         ]

@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prefixcache.server.app import Daemon
 from prefixcache.v1 import admin_pb2, cache_pb2
 from prefixcache.v1 import common_pb2 as common
-from tests.contract.conftest import BLOCK_TOKENS, Worker, new_id, new_keys, start_daemon
+from tests.contract.conftest import BLOCK_TOKENS, Worker, new_id, new_keys, start_daemon, stop_daemon
 from tests.contract.drivers import Failure, LocalDriver, grpc_failure, raw
 from tests.e2e.processes import wait_until
 
@@ -109,7 +109,7 @@ def test_every_rpc_of_the_contract_is_answered(tmp_path: Path) -> None:
         outcomes = {path: outcome(channel, path) for path in paths}
     assert [path for path, (code, reason) in outcomes.items() if code == 12 and reason == 0] == []
     assert daemon.shell.draining
-    daemon.stop()
+    stop_daemon(daemon)
 
 
 def outcome(channel: grpc.Channel, path: str) -> tuple[int, int]:
@@ -134,7 +134,7 @@ def test_drain_waits_for_what_runs_and_can_end_the_server(tmp_path: Path) -> Non
         answer = admin(channel, "Drain", admin_pb2.DrainRequest(shutdown=True))
         assert (answer.leases, answer.reservations) == (0, 0)
     assert daemon.stopping.is_set()
-    daemon.stop()
+    stop_daemon(daemon)
 
 
 def test_evict_drops_a_subtree_a_namespace_and_everything(daemon: Daemon, channel: grpc.Channel) -> None:

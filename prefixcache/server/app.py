@@ -136,7 +136,7 @@ class Daemon:
         self._start_local()
         if config.http:
             self._start_http()
-        self.timer.add(self._end_overdue)
+        self.timer.add(self._look_around)
         self.timer.add(self._grpc_health.refresh)
         self.timer.add(self.grpc.prober(self.heartbeats.register("grpc", _BEAT_LIMIT_S)))
         self.timer.start()
@@ -182,12 +182,13 @@ class Daemon:
     def _capacity_ready(self, ready_bytes: int) -> None:
         self.owner.call(e.CapacityReady(HOST_POOL, ready_bytes))
 
-    def _end_overdue(self) -> None:
-        """Sessions live for seconds, so looking every half second is often enough."""
+    def _look_around(self) -> None:
+        """Twice a second: end silent sessions (they live for seconds), note what time it is."""
         now = self.owner.clock()
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_S
+        self.statistics.note_time()
         for session in self.shell.sessions.overdue():
             log.info("a session went silent and was ended", extra={"facts": {"client": session.name}})
             self.shell.end(session)

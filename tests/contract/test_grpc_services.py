@@ -158,6 +158,16 @@ def test_describe_prefix_tells_where_blocks_lie(daemon: Daemon, channel: grpc.Ch
     assert (answer.block_tokens, answer.tokens) == (BLOCK_TOKENS, 4 * BLOCK_TOKENS)
     assert answer.tiers.host == 3 * BLOCK_TOKENS
     assert [list(block.tiers) for block in answer.blocks] == [[common.TIER_HOST]] * 3
+    assert [block.leases for block in answer.blocks] == [0, 0, 0]
+    worker.acquire(keys[:64])
+    worker.acquire(keys)
+    answer = admin(channel, "DescribePrefix", request)
+    assert [block.leases for block in answer.blocks] == [2, 2, 1]
+
+    def is_idle() -> bool:
+        return all(block.idle_s > 0.2 for block in admin(channel, "DescribePrefix", request).blocks)
+
+    assert wait_until(is_idle)
     assert answer.stop == common.REASON_NOT_CACHED
     unknown = admin_pb2.DescribePrefixRequest(fingerprint=bytes(32), keys=keys)
     with pytest.raises(Failure) as refused:

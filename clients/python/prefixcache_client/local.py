@@ -194,22 +194,22 @@ class LocalTransport:
         """Receive for everybody until the answer of `call_id` has come. The caller holds `_reading`."""
         buffer, deadline = self._buffer, 0.0
         try:
-            while True:
-                frame = buffer.take()
-                if frame is None:
-                    if deadline:
-                        timeout_s = deadline - time.monotonic()
-                    else:
-                        deadline = time.monotonic() + timeout_s
-                    self._bound(timeout_s)
-                    buffer.feed(self._receive())
-                elif frame[0] == call_id:
-                    return frame
-                else:
+            frame = buffer.take()
+            while frame is None or frame[0] != call_id:
+                if frame is not None:
                     self._deliver(frame)
+                    frame = buffer.take()
+                    continue
+                if deadline:
+                    timeout_s = deadline - time.monotonic()
+                else:
+                    deadline = time.monotonic() + timeout_s
+                self._bound(timeout_s)
+                frame = buffer.take_next(self._receive())
         except BadFrame as error:
             self._end()
             raise Unreachable(f"the server does not speak the protocol: {error}", lost=True) from error
+        return frame
 
     def _deliver(self, frame: Frame) -> None:
         """Give an answer to the thread that waits for it, if one still does."""

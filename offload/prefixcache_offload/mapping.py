@@ -4,8 +4,8 @@ The rule: memory is unmapped when the last view of it is gone, never before. `Ma
 own hold; the buffer protocol does the rest. What the bytes mean is not known here.
 
 Mappings are not inherited by a forked child (MADV_DONTFORK): a child must never write into a slot its parent filled.
-The child keeps the Python objects, whose destructor would unmap whatever the child has at that address by then, so
-after a fork they are made immortal in the child.
+The child keeps the Python objects, so the hole that the kernel leaves at each address gets private zero pages:
+an array kept across the fork is then readable (zeros) instead of a crash, and its destructor unmaps what is its own.
 """
 
 import ctypes
@@ -21,7 +21,12 @@ from prefixcache_offload import memfd
 
 Bytes = npt.NDArray[np.uint8]
 
-_live: "weakref.WeakSet[Mapping]" = weakref.WeakSet()
+_live: "weakref.WeakSet[mmap.mmap]" = weakref.WeakSet()
+"""Every mapping not unmapped yet, also those that are closed but held by an array."""
+
+# Absent from the standard library; the values are the kernel's ABI.
+_MAP_NORESERVE = 0x4000
+_MAP_FIXED_NOREPLACE = 0x100000
 
 
 class Mapping:
@@ -39,7 +44,7 @@ class Mapping:
         self.size_bytes = size_bytes
         self.writable = writable
         self.address: int = self._data.ctypes.data
-        _live.add(self)
+        _live.add(self._mmap)
 
     @property
     def data(self) -> Bytes:
@@ -82,13 +87,24 @@ def _keep_for_ever(thing: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
+def _fill_hole(mapping: mmap.mmap) -> bool:
+    """Put private zero pages where the parent's mapping was. False when the child has something else there by now."""
+    start = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
+    made = _libc_mmap(start, len(mapping), protection, flags, -1, 0)
+    return bool(made == start)
+
+
 def _after_fork_in_child() -> None:
     for mapping in list(_live):
-        if mapping._mmap is not None:
-            _keep_for_ever(mapping._mmap)
-            mapping._mmap = mapping._data = None
+        if not mapping.closed and not _fill_hole(mapping):
+            _keep_for_ever(mapping)  # its destructor would unmap what is not its own
 
 
+_libc_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_libc_mmap.restype = ctypes.c_void_p
+_libc_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache_offload import generations, memfd
+from prefixcache_offload import generations, memfd, numa
 from prefixcache_offload.export import PoolDescriptor
 from prefixcache_offload.generations import Control, Generations, Mask
 from prefixcache_offload.mapping import Bytes, Mapping, map_file
@@ -113,6 +113,7 @@ class HostPool(_Shared):
             pool = Mapping(pool_fd, descriptor.size_bytes, writable=True)
             with contextlib.suppress(OSError):  # a gain where the system allows it for shared memory, else nothing
                 pool.advise(mmap.MADV_HUGEPAGE)
+            numa.interleave(pool)
             control = Mapping(control_fd, control_bytes(descriptor.size_bytes), writable=True)
             if descriptor.sealed:
                 last = memfd.Seal.SEAL if descriptor.writable else memfd.Seal.SEAL | memfd.Seal.FUTURE_WRITE

@@ -1,10 +1,13 @@
 """Touches a pool's pages in the background, before a worker would have to (first touch is 8 times slower than a copy).
 
-Chunks end on slab boundaries and become ready in order, so "ready" is one number. Threads run at the lowest priority
-and stop within one step. A machine or control group without room is reported, never run into: past a group's limit the
-kernel kills a process, so room is asked for before every chunk. What a ready chunk is used for is decided elsewhere.
+Chunks end on slab boundaries and become ready in order, so "ready" is one number. The first stretch is touched at
+normal priority, because until then nothing can be stored, the rest at a low one (the lowest would take minutes beside a
+busy engine). Threads stop within one step. A machine or control group without room is reported, never run into: past a
+group's limit the kernel kills a process, so room is asked for before every chunk. What a ready chunk is used for is
+decided elsewhere.
 """
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -24,7 +27,7 @@ from prefixcache_offload.units import chunk_ranges
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the standard library
 _STEP_BYTES = 4 << 20
 """Faulted in one system call: some 5 to 10 ms, the longest that stopping or another thread's mmap waits."""
-_LOWEST_PRIORITY = 19
+_LOW_PRIORITY = 10  # some 10% of a core beside a thread that wants all of it
 _PAGE = mmap.PAGESIZE
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -44,10 +47,13 @@ class PrefaultState(Enum):
 class PrefaultOptions:
     """`reserve_bytes` of the machine's or group's memory are left alone. `available` answers how much there is.
 
+    Chunks that begin below `eager_bytes` are touched at normal priority.
+
     `prepare(start, end)` is called on a thread for each faulted chunk before it is ready (pinning); may raise OSError.
     """
 
     threads: int = 2
+    eager_bytes: int = 256 << 20
     chunk_bytes: int = 64 << 20
     reserve_bytes: int = 128 << 20
     available: Callable[[], int] = available_bytes
@@ -113,8 +119,10 @@ class Prefault:
 
     def _run(self) -> None:
         try:
-            _lower_priority()
+            lowered = False
             while (chunk := self._next_chunk()) is not None:
+                if not lowered and chunk[0] >= self._options.eager_bytes:
+                    lowered = _lower_priority()
                 if self._fault(*chunk):
                     self._finish(*chunk)
         except OSError as error:
@@ -188,9 +196,9 @@ def touch(mapping: Mapping, start: int, end: int) -> None:
     np.bitwise_or(pages, np.uint8(0), out=pages)
 
 
-def _lower_priority() -> None:
+def _lower_priority() -> bool:
     # On Linux a priority belongs to a thread. Refused in some sandboxes, where it does not matter enough to fail.
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-    except PermissionError:
-        return
+    with contextlib.suppress(PermissionError):
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), _LOW_PRIORITY))
+    return True

@@ -15,7 +15,7 @@ from prefixcache.core.foreign_leases import ForeignAcquiring, begin_lease, look_
 from prefixcache.core.ids import KEY_BYTES, Rows, Tier
 from prefixcache.core.leases import Lease
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.radix import ROW_DTYPE, Path, pin_path
+from prefixcache.core.radix import ROW_DTYPE, Node, Path, pin_path
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.removal import Remover
 from prefixcache.core.slabs import SlabMover
@@ -68,12 +68,12 @@ class Acquiring:
         if not planned:
             out.append(Acquired(lease_id, from_block, 0, 0, (), stop, (0, 0, 0, 0), now))
             return
-        if end != path.blocks:
-            path = _shortened(path, end)
         expires_at = now + state.clipped_ttl(event.ttl_s)
         runs = self._runs(space, rows, from_block, end)
         reply = Acquired(lease_id, from_block, planned, planned, runs, stop, (0, planned * tokens, 0, 0), expires_at)
-        begin_lease(state, session, Lease(lease_id, event.session, space, [pin_path(path)], reply), out)
+        lease = Lease(lease_id, event.session, space, reply)
+        pin_path(_node_at(path, end), end, lease.pins)
+        begin_lease(state, session, lease, out)
 
     def lookup(self, event: LookupRequested, out: list[Command]) -> None:
         state = self.state
@@ -133,8 +133,7 @@ class Acquiring:
         state.deadlines.note_ended()
         del state.leases[lease.lease]
         del state.sessions[lease.session].leases[lease.lease]
-        for pin in lease.pins:
-            self.remover.unpin(pin)
+        self.remover.unpin_all(lease.pins)
         if self.mover.retired:
             self.mover.settle_retired()
 
@@ -225,10 +224,7 @@ class Acquiring:
         return False
 
 
-def _shortened(path: Path, end: int) -> Path:
-    """The first `end` blocks (at least one) of a path."""
-    nodes = list(path.nodes)
-    while nodes[-1].start >= end:
-        nodes.pop()
-    return Path(nodes, end)
+def _node_at(path: Path, end: int) -> Node:
+    """The node in which the first `end` blocks (at least one) of a path end."""
+    return next(node for node in reversed(path.nodes) if node.start < end)
 

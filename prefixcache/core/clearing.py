@@ -10,7 +10,7 @@ from prefixcache.core.commands import Change, Cleared, Command
 from prefixcache.core.events import ClearRequested, PartFailedVerification
 from prefixcache.core.ids import KEY_BYTES
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.radix import FILLING, ROW_BYTES, Node, subtree
+from prefixcache.core.radix import DETACHED, FILLING, ROW_BYTES, Node, subtree
 from prefixcache.core.reasons import Kind, Refusal
 from prefixcache.core.removal import Remover
 from prefixcache.core.state import State
@@ -41,7 +41,7 @@ class Clearing:
         elif state.good_keys(event.keys, 0, out):
             if space.foreign is not None:
                 nodes = [space.foreign.by_key.get(event.keys[at : at + KEY_BYTES]) for at in _starts(event.keys)]
-                counts = [self._remove(node, out) for node in nodes if node is not None and node.parent is not None]
+                counts = [self._remove(node, out) for node in nodes if node is not None]
                 self._answer(counts, out)
             else:
                 self._answer([self._clear_prefix(space, event.keys, out)], out)
@@ -93,8 +93,8 @@ class Clearing:
     def _remove(self, node: Node, out: list[Command]) -> tuple[int, int]:
         space = node.space
         assert space is not None
-        if node.parent is None or node.edge == b"":
-            return 0, 0
+        if node.state == DETACHED:
+            return 0, 0  # it left with its parent a moment ago
         if self.state.config.publish:
             first_key = node.edge[:KEY_BYTES]
             out.append(self.state.publish(Change.CLEARED, space, first_key, space.parent_key(node), node.start))

@@ -129,9 +129,10 @@ class Filling:
         space = reservation.space
         entries = np.flatnonzero(ready)
         self._unmark_patches(reservation, entries)
-        if reservation.pin is None or reservation.pin.node.state == DETACHED:
+        if any(pin.node.state == DETACHED for pin in reservation.pins):
             reservation.status[entries] = Entry.ORPHANED
             return 0
+        self._publish_patched(reservation, entries, out)
         for part, slots in reservation.slots.items():
             here = entries[slots[entries] != NO_SLOT]
             if len(here):
@@ -140,6 +141,17 @@ class Filling:
                 self._ask_checksum(reservation, part, rows, out)
         reservation.status[entries] = Entry.SETTLED
         return len(entries)
+
+    def _publish_patched(self, reservation: Reservation, entries: NDArray[np.int64], out: list[Command]) -> None:
+        """A link gets its first part: only now is anything stored under its key."""
+        space = reservation.space
+        if not self.state.config.publish or space.has_full:
+            return
+        bare = entries[~space.any_part(reservation.patch_rows[entries])]
+        for entry in bare.tolist():
+            block = int(reservation.blocks[entry])
+            before, key = reservation.keys_at(block)
+            out.append(self.state.publish(Change.STORED, space, key, before, block))
 
     def _unmark_patches(self, reservation: Reservation, entries: NDArray[np.int64]) -> None:
         """Others may fill these parts of these blocks again."""
@@ -180,15 +192,11 @@ class Filling:
         """Makes a settled node visible if its parent is, and what waited for it."""
         if node.parent is None or node.parent.state != VISIBLE:
             return
-        space = node.space
-        assert space is not None
         stack = [node]
         while stack:
             top = stack.pop()
             top.state = VISIBLE
-            if self.state.config.publish:
-                parent = space.parent_key(top)
-                out.append(self.state.publish(Change.STORED, space, top.edge, parent, top.start))
+            self.state.publish_blocks(Change.STORED, top, 0, out)
             if top.children:
                 stack.extend(child for child in top.children.values() if child.state == WAITING)
             else:
@@ -202,12 +210,7 @@ class Filling:
         unfinished = np.flatnonzero(reservation.status[: reservation.fresh] == Entry.OPEN)
         self._unmark_patches(reservation, unfinished)
         reservation.status[unfinished] = Entry.ORPHANED
-        self._unpin(reservation)
-
-    def _unpin(self, reservation: Reservation) -> None:
-        if reservation.pin is not None:
-            self.remover.unpin(reservation.pin)
-            reservation.pin = None
+        self.remover.unpin_all(reservation.pins)
 
     def _finish(self, reservation: Reservation, outcome: Committed | Aborted | Refused, out: list[Command]) -> None:
         """The end: every slot it still holds comes back. Keys must be free before."""
@@ -220,7 +223,7 @@ class Filling:
             reservation.ended = True
             state.deadlines.note_ended()
         self._give_back(reservation, reservation.status != Entry.SETTLED)
-        self._unpin(reservation)
+        self.remover.unpin_all(reservation.pins)
         del state.reservations[reservation.reservation]
         del state.sessions[reservation.session].reservations[reservation.reservation]
         state.remember_end(reservation.session, reservation.reservation, outcome)

@@ -14,7 +14,7 @@ from prefixcache.core.events import AcquireRequested, LookupRequested
 from prefixcache.core.ids import KEY_BYTES, PoolId, Rows
 from prefixcache.core.leases import Lease
 from prefixcache.core.namespaces import ForeignIndex, Namespace
-from prefixcache.core.radix import ROW_DTYPE, Node, Path, Pin, pin_path
+from prefixcache.core.radix import ROW_DTYPE, Node, Pin, pin_path
 from prefixcache.core.reasons import Miss
 from prefixcache.core.state import Session, State
 
@@ -69,11 +69,14 @@ class ForeignAcquiring:
         if not planned:
             out.append(Acquired(event.lease, event.from_block, 0, 0, (), stop, (0, 0, 0, 0), now, present))
             return
-        runs, pins = self._hold(event, space, nodes, present)
+        pins: list[Pin] = []
+        runs = self._hold(event, space, nodes, present, pins)
         expires_at = now + state.clipped_ttl(event.ttl_s)
         by_tier = (0, planned * space.block_tokens, 0, 0)
         reply = Acquired(event.lease, event.from_block, planned, planned, runs, stop, by_tier, expires_at, present)
-        begin_lease(state, session, Lease(event.lease, event.session, space, pins, reply), out)
+        lease = Lease(event.lease, event.session, space, reply)
+        lease.pins = pins
+        begin_lease(state, session, lease, out)
 
     def _count(self, event: AcquireRequested, space: Namespace, blocks: tuple[int, int, int]) -> None:
         """blocks: (looked up, stored, planned)."""
@@ -87,11 +90,11 @@ class ForeignAcquiring:
         ledger.miss[Miss.PARTIAL_BLOCK] += event.prompt_tokens - len(event.keys) // KEY_BYTES * tokens
 
     def _hold(
-        self, event: AcquireRequested, space: Namespace, nodes: list[Node | None], present: NDArray[np.bool_]
-    ) -> tuple[tuple[Run, ...], list[Pin]]:
+        self, event: AcquireRequested, space: Namespace, nodes: list[Node | None], present: NDArray[np.bool_],
+        pins: list[Pin],
+    ) -> tuple[Run, ...]:  # fmt: skip
         """Pins and touches every node that is present; answers one run per part and stretch."""
         tick = self.state.tick
-        pins: list[Pin] = []
         runs: list[Run] = []
         for start, end in _spans(present):
             rows = _rows(nodes[start:end])
@@ -100,10 +103,10 @@ class ForeignAcquiring:
                 if node is not None:
                     if node.children is None:
                         space.policy.touch_leaf(node, tick)
-                    pins.append(pin_path(Path([node], 1)))
+                    pin_path(node, 1, pins)
             first, pool = event.from_block + start, self.state.host_pool
             runs += [read_run(space, part, rows, first, pool) for part in range(len(space.strides))]
-        return tuple(runs), pins
+        return tuple(runs)
 
 
 def _rows(nodes: list[Node | None]) -> Rows:

@@ -69,8 +69,7 @@ class Granting:
         plan = self._plan(event, space, path, visible)
         grants, patches, fresh = self._allocate(space, plan, out)
         if patches + fresh == 0:
-            if hold is not None:
-                self.remover.unpin(hold)
+            self.remover.unpin_all(hold)
             self.nothing(event, plan, now, out)
             return
         blocks = np.concatenate(
@@ -80,13 +79,15 @@ class Granting:
         if fresh:
             self._graft(reservation, path, event.keys, fresh)
         if patches:
-            reservation.pin = hold
+            for pin in hold:
+                pin.holder = reservation.pins
+            reservation.pins += hold
             reservation.patch_rows = plan.patch_rows[:patches]
             for part in plan.patch_parts:
                 chosen = plan.patch_rows[:patches][reservation.slots[part][:patches] != NO_SLOT]
                 space.patching[part].update(chosen.tolist())
-        elif hold is not None:
-            self.remover.unpin(hold)
+        else:
+            self.remover.unpin_all(hold)
         self.announce(reservation, out)
 
     def admit(self, event: ReserveRequested, out: list[Command]) -> tuple[Session, Namespace] | None:
@@ -156,17 +157,19 @@ class Granting:
         out.append(SetGenerations(self.state.host_pool, slots, reservation.generation))
         out.append(reservation.reply)
 
-    def _use_prefix(self, space: Namespace, path: Path, visible: int) -> Pin | None:
+    def _use_prefix(self, space: Namespace, path: Path, visible: int) -> list[Pin]:
         """Pins and touches the visible part of the path."""
+        hold: list[Pin] = []
         if not visible:
-            return None
+            return hold
         nodes = [node for node in path.nodes if node.start < visible]
         seen = Path(nodes, visible)
         space.table.touched[np.frombuffer(seen.packed_rows(), ROW_DTYPE)] = self.state.tick
         last = nodes[-1]
         if last.children is None and last.end == visible:
             space.policy.touch_leaf(last, self.state.tick)
-        return pin_path(seen)
+        pin_path(last, visible, hold)
+        return hold
 
     def _plan(self, event: ReserveRequested, space: Namespace, path: Path, visible: int) -> Plan:
         plan = Plan()

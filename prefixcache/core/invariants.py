@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
-
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, SLOT_GRANULE, Tier
 from prefixcache.core.leases import Lease
 from prefixcache.core.namespaces import Namespace
@@ -26,20 +24,41 @@ class InvariantError(AssertionError):
     """A rule of design section 6 does not hold."""
 
 
+class _View:
+    """One namespace read once: its nodes (tree and limbo) with their rows, and the table's columns as lists, because
+    most of what is checked is small and a numpy call costs more than the loop."""
+
+    def __init__(self, space: Namespace) -> None:
+        self.space = space
+        roots = [space.tree.root, *space.limbo]
+        self.nodes = [node for root in roots for node in subtree(root) if node.parent is not None]
+        self.node_rows = [memoryview(node.rows).cast("I").tolist() for node in self.nodes]
+        self.rows = [row for rows in self.node_rows for row in rows]
+        used = slice(0, space.table.high_water)
+        self.slots = [column.slots[used].tolist() for column in space.table.parts]
+        self.generations = [column.generations[used].tolist() for column in space.table.parts]
+        self.flags = [column.flags[used].tolist() for column in space.table.parts]
+
+
 def check(planner: Planner) -> None:
     """Raises InvariantError if any rule is broken."""
     state = planner.state
+    views = [_View(space) for space in state.namespaces.values()]
     _check_sum(state)
-    _check_owners(planner)
+    _check_owners(planner, views)
     for pool in state.pools.values():
         _check_pool(pool)
-    for space in state.namespaces.values():
-        _check_tree(space)
-        _check_rows(space, state)
-        _check_patches(space, state)
-    _check_leaves(state)
-    _check_pins(state)
-    _check_ends(state)
+    for view in views:
+        _check_tree(view)
+        _check_rows(view, state)
+        _check_patches(view.space, state)
+    _check_leaves(state, views)
+    _check_pins(state, views)
+    _check_promises(planner, views)
+    _check_things(state)
+    _check_sessions(state)
+    for reservation in state.reservations.values():
+        _check_entries(reservation)
     _check_bounds(planner)
 
 
@@ -58,34 +77,36 @@ def _check_sum(state: State) -> None:
     _must(min(ledger.hit) >= 0 and len(ledger.hit) == len(Tier), f"rule 6: hits {ledger.hit}")
 
 
-def _check_owners(planner: Planner) -> None:
+def _check_owners(planner: Planner, views: list[_View]) -> None:
     """Rule 2: every slot in use has exactly one owner, every owner's slot is in use, in a slab of its stride."""
     state = planner.state
     owned: list[int] = []
     strides: dict[int, int] = {}
-    for space in state.namespaces.values():
-        rows = np.concatenate([node.row_array() for node in _all_nodes(space)] or [np.empty(0, np.uint32)])
-        for part, column in enumerate(space.table.parts):
-            slots = column.slots[rows]
-            _own(owned, strides, slots[slots != NO_SLOT].tolist(), space.strides[part])
+    for view in views:
+        for part, column in enumerate(view.slots):
+            _own(owned, strides, [column[row] for row in view.rows], view.space.strides[part])
     for reservation in state.reservations.values():
+        status = reservation.status.tolist()
         for part, granted in reservation.slots.items():
-            mine = granted[(reservation.status != Entry.SETTLED) & (granted != NO_SLOT)]
-            _own(owned, strides, mine.tolist(), reservation.space.strides[part])
+            mine = [slot for slot, at in zip(granted.tolist(), status, strict=True) if at != Entry.SETTLED]
+            _own(owned, strides, mine, reservation.space.strides[part])
     owned += planner.mover.held_slots().tolist()
-    twice = [slot for slot, times in Counter(owned).items() if times > 1]
-    _must(not twice, f"rule 2: slots with two owners: {twice[:8]}")
-    live = {int(slot) for slab in state.host.slabs.values() for slot in state.host.live_slots(slab)}
-    _must(live == set(owned), f"rule 2: leaked {sorted(live - set(owned))[:8]}, lost {sorted(set(owned) - live)[:8]}")
+    live = {slot for slab in state.host.slabs.values() for slot in state.host.live_slots(slab).tolist()}
+    taken = set(owned)
+    if len(taken) != len(owned):
+        twice = [slot for slot, times in Counter(owned).items() if times > 1]
+        _must(False, f"rule 2: slots with two owners: {twice[:8]}")
+    _must(live == taken, f"rule 2: leaked {sorted(live - taken)[:8]}, lost {sorted(taken - live)[:8]}")
     for slot, stride in strides.items():
         slab = state.host.slabs[slot // state.host.slab_granules]
         _must(slab.stride * SLOT_GRANULE == stride, f"rule 2: slot {slot} lies in a slab of another class")
 
 
 def _own(owned: list[int], strides: dict[int, int], slots: list[int], stride: int) -> None:
-    owned += slots
     for slot in slots:
-        strides[slot] = stride
+        if slot != NO_SLOT:
+            owned.append(slot)
+            strides[slot] = stride
 
 
 def _check_pool(pool: SlabPool) -> None:
@@ -107,14 +128,9 @@ def _check_pool(pool: SlabPool) -> None:
         _must(pool.free_slots(stride) == count + fresh, f"class {stride} miscounts its free slots")
 
 
-def _all_nodes(space: Namespace) -> list[Node]:
-    """Every node with blocks, in the tree and in limbo."""
-    roots = [space.tree.root, *space.limbo]
-    return [node for root in roots for node in subtree(root) if node.parent is not None]
-
-
-def _check_tree(space: Namespace) -> None:
+def _check_tree(view: _View) -> None:
     """Rules 4 and 5: shape, states, "present implies parents present"."""
+    space = view.space
     for node in subtree(space.tree.root):
         if node.parent is not None:
             _check_node(space, node, node.parent)
@@ -131,7 +147,7 @@ def _check_tree(space: Namespace) -> None:
             _must(pinned, "something in limbo that no pin protects")
     if space.foreign is not None:
         indexed = set(space.foreign.by_key.values())
-        attached = {node for node in _all_nodes(space) if node.state != DETACHED}
+        attached = {node for node in view.nodes if node.state != DETACHED}
         _must(indexed == attached, "foreign index and tree differ")
 
 
@@ -153,31 +169,32 @@ def _check_node(space: Namespace, node: Node, parent: Node) -> None:
         _must(not node.pins, "a pin on what nobody can see")
 
 
-def _check_rows(space: Namespace, state: State) -> None:
+def _check_rows(view: _View, state: State) -> None:
     """Rows have one node each; what the table says of them fits their state."""
-    nodes = _all_nodes(space)
-    rows = np.concatenate([node.row_array() for node in nodes] or [np.empty(0, np.uint32)])
-    table = space.table
-    _must(len(np.unique(rows)) == len(rows), "a row in two nodes")
+    table = view.space.table
+    rows = view.rows
+    _must(len(set(rows)) == len(rows), "a row in two nodes")
     _must(len(rows) == table.used, f"{table.used} rows in use, {len(rows)} in the tree")
-    _must(not np.isin(rows, table.free_rows()).any(), "a free row in the tree")
+    _must(set(rows).isdisjoint(table.free_rows().tolist()), "a free row in the tree")
     unverified = 0
-    for part, column in enumerate(table.parts):
-        for node in nodes:
-            stored = column.slots[node.row_array()] != NO_SLOT
+    for part, column in enumerate(view.slots):
+        for node, mine in zip(view.nodes, view.node_rows, strict=True):
+            stored = [column[row] != NO_SLOT for row in mine]
             if node.state == FILLING:
-                _must(not stored.any(), "rule 1: the table knows a slot that is being filled")
-            elif space.full_mask >> part & 1:
-                _must(stored.all(), "rule 5: a block without one of its full parts")
-        here = rows[column.slots[rows] != NO_SLOT]
-        generations = column.generations[here]
-        _must((generations > 0).all() and (generations < state.generation).all(), "rule 1: a generation never drawn")
-        unverified += int(np.count_nonzero(column.flags[rows] & UNVERIFIED))
+                _must(not any(stored), "rule 1: the table knows a slot that is being filled")
+            elif view.space.full_mask >> part & 1:
+                _must(all(stored), "rule 5: a block without one of its full parts")
+        generations, flags = view.generations[part], view.flags[part]
+        drawn = all(0 < generations[row] < state.generation for row in rows if column[row] != NO_SLOT)
+        _must(drawn, "rule 1: a generation never drawn")
+        unverified += sum(flags[row] & UNVERIFIED != 0 for row in rows)
     _must(unverified == table.unverified, "unverified parts are miscounted")
 
 
 def _check_patches(space: Namespace, state: State) -> None:
     """What is marked as being patched is exactly what open reservations patch."""
+    if not space.optional_parts:
+        return
     expected: dict[int, list[int]] = {part: [] for part in space.optional_parts}
     for reservation in state.reservations.values():
         if reservation.space is not space or reservation.expired:
@@ -192,11 +209,12 @@ def _check_patches(space: Namespace, state: State) -> None:
         _must(set(rows) == space.patching[part], f"part {part} is marked as being filled and is not, or the reverse")
 
 
-def _check_leaves(state: State) -> None:
+def _check_leaves(state: State, views: list[_View]) -> None:
     """Every visible leaf that may go is known to its policy, nothing else is."""
     known: Counter[EvictionPolicy] = Counter()
-    for space in state.namespaces.values():
-        for node in _all_nodes(space):
+    for view in views:
+        space = view.space
+        for node in view.nodes:
             if not space.is_leaf(node):
                 _must(node.rank == NOT_QUEUED, "rule 5: a policy holds a node that is no leaf")
                 continue
@@ -209,53 +227,70 @@ def _check_leaves(state: State) -> None:
         _must(policy.leaf_count() == known[policy], "a policy holds leaves that are gone")
 
 
-def _check_pins(state: State) -> None:
+def _check_pins(state: State, views: list[_View]) -> None:
     """Rule 2: pins are those of leases and patches, on blocks that are there."""
     held: list[Pin] = [pin for lease in state.leases.values() for pin in lease.pins]
-    held += [reservation.pin for reservation in state.reservations.values() if reservation.pin is not None]
-    on_nodes = [pin for space in state.namespaces.values() for node in _all_nodes(space) for pin in node.pins or ()]
+    held += [pin for reservation in state.reservations.values() for pin in reservation.pins]
+    on_nodes = [pin for view in views for node in view.nodes for pin in node.pins or ()]
     _must(len(held) == len(on_nodes) and set(held) == set(on_nodes), "pins and their holders differ")
     for pin in held:
         _must(pin.node.start < pin.depth <= pin.node.end, "rule 2: a pin beyond its node")
         _must(pin.node.state in (VISIBLE, DETACHED), "a pin on what nobody can see")
-    for lease in state.leases.values():
+
+
+def _check_promises(planner: Planner, views: list[_View]) -> None:
+    """Rule 2: what a lease was told is still so: the table's, or an old slot that waits for just such leases."""
+    kept = set(planner.mover.held_slots().tolist())
+    told = {view.space.number: [dict(zip(*pair, strict=True)) for pair in _places(view)] for view in views}
+    for lease in planner.state.leases.values():
         for run in lease.reply.runs:
-            used = all(state.pools[run.pool].is_used(int(slot)) for slot in run.slots)
-            _must(used, "rule 2: a leased slot is free")
+            places = told[lease.space.number][run.part]
+            for slot, generation in zip(run.slots.tolist(), run.generations.tolist(), strict=True):
+                _must(slot in kept or places.get(slot) == generation, "rule 2: a leased slot has changed hands")
 
 
-def _check_ends(state: State) -> None:
-    """Rule 3: what has begun and not ended is known to its session and has a deadline."""
-    leases = {key for session in state.sessions.values() for key in session.leases}
-    _must(leases == set(state.leases), "sessions and leases differ")
-    reservations = {key for session in state.sessions.values() for key in session.reservations}
-    _must(reservations == set(state.reservations), "sessions and reservations differ")
+def _places(view: _View) -> list[tuple[list[int], list[int]]]:
+    """Per part: (slots, generations) of every row in use."""
+    return [
+        ([slots[row] for row in view.rows], [generations[row] for row in view.rows])
+        for slots, generations in zip(view.slots, view.generations, strict=True)
+    ]
+
+
+def _check_things(state: State) -> None:
+    """Rule 3: what has begun and not ended has a deadline that is watched."""
     open_things: list[Lease | Reservation] = [*state.leases.values()]
     open_things += [each for each in state.reservations.values() if not each.expired]
     for thing in open_things:
         _must(not thing.ended, "something that ended is kept")
         _must(state.deadlines.next_due <= thing.deadline, "rule 3: a deadline nobody watches")
+    quarantined = sum(len(each.held_slots()) for each in state.reservations.values() if each.expired)
+    _must(quarantined == state.stats.slots_quarantined, "quarantined slots are miscounted")
+
+
+def _check_sessions(state: State) -> None:
+    """What has not ended is known to its session, and a session that ended has only quarantine left."""
+    leases = {key for session in state.sessions.values() for key in session.leases}
+    _must(leases == set(state.leases), "sessions and leases differ")
+    reservations = {key for session in state.sessions.values() for key in session.reservations}
+    _must(reservations == set(state.reservations), "sessions and reservations differ")
     for session in state.sessions.values():
         _must(not session.ended or not session.leases, "an ended session with leases")
         for reservation in session.reservations.values():
             _must(not session.ended or reservation.expired, "an ended session with open reservations")
             _must(session.can_map or not reservation.expired, "quarantine for somebody who cannot map")
-    quarantined = sum(len(each.held_slots()) for each in state.reservations.values() if each.expired)
-    _must(quarantined == state.stats.slots_quarantined, "quarantined slots are miscounted")
-    for reservation in state.reservations.values():
-        _check_entries(reservation)
 
 
 def _check_entries(reservation: Reservation) -> None:
-    covered = np.zeros(len(reservation.blocks), np.int64)
+    """Rule 2: every open block that is new is in exactly one node this reservation fills."""
+    filled: list[int] = []
     for node, first in reservation.nodes.items():
         _must(node.owner is reservation and node.state == FILLING, "a reservation fills a node that is not its own")
-        covered[first : first + node.count] += 1
-    fresh = covered[reservation.fresh :]
-    is_open = reservation.status[reservation.fresh :] == Entry.OPEN
-    _must(((fresh == 1) == is_open).all() and (fresh <= 1).all(), "open blocks and filling nodes differ")
-    _must((reservation.status == Entry.OPEN).any() or reservation.nodes == {}, "nodes without open blocks")
-    _must(not reservation.expired or not is_open.any(), "rule 2: an expired reservation keeps keys")
+        filled += range(first, first + node.count)
+    status = reservation.status.tolist()
+    still_open = [place for place in range(reservation.fresh, len(status)) if status[place] == Entry.OPEN]
+    _must(sorted(filled) == still_open, "open blocks and filling nodes differ")
+    _must(not reservation.expired or not still_open, "rule 2: an expired reservation keeps keys")
 
 
 def _check_bounds(planner: Planner) -> None:

@@ -22,11 +22,11 @@ class Lease:
 
     __slots__ = ("deadline", "ended", "lease", "pins", "planned_tokens", "reply", "serial", "session", "space")
 
-    def __init__(self, lease: LeaseId, session: SessionId, space: Namespace, pins: list[Pin], reply: Acquired) -> None:
+    def __init__(self, lease: LeaseId, session: SessionId, space: Namespace, reply: Acquired) -> None:
         self.lease = lease
         self.session = session
         self.space = space
-        self.pins = pins
+        self.pins: list[Pin] = []
         self.reply = reply
         self.deadline = reply.expires_at
         self.planned_tokens = reply.planned_blocks * space.block_tokens

@@ -98,6 +98,13 @@ class Namespace:
                 present &= self.table.parts[index].slots[rows] != NO_SLOT
         return present
 
+    def any_part(self, rows: Rows) -> NDArray[np.bool_]:
+        """bool[n]: which rows have any part at all."""
+        stored = np.zeros(len(rows), np.bool_)
+        for column in self.table.parts:
+            stored |= column.slots[rows] != NO_SLOT
+        return stored
+
     def needed_from(self, part: int, from_block: int, end: int) -> int:
         """First block of a prefix of `end` blocks whose `part` has to be read."""
         window = self.windows[self.spec.parts[part].group]

@@ -33,13 +33,16 @@ NOT_QUEUED: Final = -1  # `Node.rank`, which belongs to the policy
 
 
 class Pin:
-    """Protects the blocks of `node`'s path with a number below `depth` (node.start < depth <= node.end)."""
+    """Protects the blocks of `node`'s path with a number below `depth` (node.start < depth <= node.end).
 
-    __slots__ = ("depth", "node")
+    holder: the list of its lease's or reservation's pins, so that a path cut in two can be pinned on both sides."""
 
-    def __init__(self, node: Node, depth: int) -> None:
+    __slots__ = ("depth", "holder", "node")
+
+    def __init__(self, node: Node, depth: int, holder: list[Pin]) -> None:
         self.node = node
         self.depth = depth
+        self.holder = holder
 
 
 class Node:
@@ -202,15 +205,14 @@ class RadixTree:
             parent.children = None
 
 
-def pin_path(path: Path) -> Pin:
-    """Pins all of `path` (not empty)."""
-    node = path.nodes[-1]
-    pin = Pin(node, path.blocks)
+def pin_path(node: Node, depth: int, holder: list[Pin]) -> None:
+    """Pins the path down to `depth`, which ends in `node`, for `holder`."""
+    pin = Pin(node, depth, holder)
+    holder.append(pin)
     if node.pins is None:
         node.pins = {pin}
     else:
         node.pins.add(pin)
-    return pin
 
 
 def unpin(pin: Pin) -> Node:

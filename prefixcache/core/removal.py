@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from prefixcache.core.commands import Change, Command
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Rows, Slots
-from prefixcache.core.radix import DETACHED, FILLING, NOT_QUEUED, VISIBLE, WAITING, Node, Pin, subtree, unpin
+from prefixcache.core.radix import DETACHED, FILLING, NOT_QUEUED, VISIBLE, WAITING, Node, Pin, pin_path, subtree, unpin
 from prefixcache.core.reservations import Entry
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ class Remover:
         state = self.state
         space = node.space
         assert space is not None
-        if state.config.publish:
-            self._publish_tail(space, node, count, out)
+        state.publish_blocks(Change.REMOVED, node, node.count - count, out)
         whole = count == node.count
         parent = node.parent
         if whole:
@@ -51,13 +50,14 @@ class Remover:
         if space is not None and node.rank == NOT_QUEUED and space.is_leaf(node):
             space.policy.add_leaf(node, space.tail_tick(node))
 
-    def unpin(self, pin: Pin) -> None:
-        """Takes a pin off; what it alone protected may go now."""
-        node = unpin(pin)
-        if node.state == DETACHED:
-            self._collect(node)
-        else:
-            self.offer_leaf(node)
+    def unpin_all(self, pins: list[Pin]) -> None:
+        """Takes pins off and empties the list; what they alone protected may go now."""
+        while pins:
+            node = unpin(pins.pop())
+            if node.state == DETACHED:
+                self._collect(node)
+            else:
+                self.offer_leaf(node)
 
     def detach(self, node: Node) -> tuple[int, int]:
         """Puts a subtree out of sight. Answers (visible blocks that left, those of them that leases still hold)."""
@@ -74,6 +74,10 @@ class Remover:
         limbo.children = {node.edge[:KEY_BYTES]: node}
         node.parent = limbo
         space.limbo.add(limbo)
+        if above.parent is not None and space.foreign is None:
+            # Whoever holds something below the cut holds what is above it as well, until now through it.
+            for pin in [pin for below in subtree(node) for pin in below.pins or ()]:
+                pin_path(above, above.end, pin.holder)
         gone = 0
         leaves = []
         for below in list(subtree(node)):
@@ -148,9 +152,3 @@ class Remover:
             node = parent
         if node.parent is None and not node.children:
             space.limbo.discard(node)
-
-    def _publish_tail(self, space: Namespace, node: Node, count: int, out: list[Command]) -> None:
-        at = (node.count - count) * KEY_BYTES
-        parent = node.edge[at - KEY_BYTES : at] if at else space.parent_key(node)
-        out.append(self.state.publish(Change.REMOVED, space, node.edge[at:], parent, node.end - count))
-

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from prefixcache.core.commands import Reserved
 from prefixcache.core.events import Coverage
-from prefixcache.core.ids import NO_SLOT, ReservationId, SessionId, Slots
+from prefixcache.core.ids import KEY_BYTES, NO_SLOT, ReservationId, SessionId, Slots
 from prefixcache.core.radix import Node, Pin
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Reservation:
     """See the module's rules. `expired`: keys are free, slots are quarantined."""
 
     __slots__ = (
-        "blocks", "covered", "deadline", "ended", "expired", "fresh", "generation", "nodes", "patch_rows", "pin",
+        "blocks", "covered", "deadline", "ended", "expired", "fresh", "generation", "nodes", "patch_rows", "pins",
         "reply", "reservation", "session", "slots", "space", "status",
     )  # fmt: skip
 
@@ -49,12 +49,21 @@ class Reservation:
         self.fresh = fresh
         self.nodes: dict[Node, int] = {}  # open nodes -> index of their first entry
         self.patch_rows: NDArray[np.uint32] = np.empty(0, np.uint32)
-        self.pin: Pin | None = None
+        self.pins: list[Pin] = []  # on the blocks it patches
         self.status: NDArray[np.uint8] = np.zeros(len(reply.blocks), np.uint8)
         self.covered: dict[int, NDArray[np.bool_]] | None = None  # part -> bool[entries, heads]
         self.deadline = reply.expires_at
         self.expired = False
         self.ended = False
+
+    def keys_at(self, block: int) -> tuple[bytes, bytes]:
+        """(key in front of a patched block, its own key), found above the pinned node."""
+        node = self.pins[0].node
+        while node.start > block and node.parent is not None:
+            node = node.parent
+        at = (block - node.start) * KEY_BYTES
+        before = node.edge[at - KEY_BYTES : at] if at else node.parent.edge[-KEY_BYTES:] if node.parent else b""
+        return before, node.edge[at : at + KEY_BYTES]
 
     def held_slots(self) -> Slots:
         """Every slot that is still its own (not settled)."""

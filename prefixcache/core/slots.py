@@ -102,6 +102,8 @@ class SlabPool:
 
     def allocate(self, stride_bytes: int, count: int) -> Slots:
         """Up to `count` slots; fewer when there are no more."""
+        if count <= 0:
+            return _NONE
         stride = stride_bytes // SLOT_GRANULE
         whole = self._allocate_run(stride, count)
         if whole is not None:
@@ -209,7 +211,10 @@ class SlabPool:
         if count * stride > self.slab_granules:
             return None
         fresh = self._assign_unused(stride)
-        if fresh is None or fresh.free_count < count:
+        if fresh is None:
+            return None
+        if fresh.free_count < count:  # the short last slab
+            self._retire(fresh)
             return None
         return self._take(fresh, count, contiguous=True)
 

@@ -114,9 +114,7 @@ class Snapshots:
             space.table.touched[rows] = np.minimum(np.frombuffer(touched, "<u8")[:count], self.state.tick)
             for part, (slots, digests, known) in enumerate(parts):
                 self._load_part(space, part, (node, slots, digests, known), generation, orders)
-            if self.state.config.publish:
-                parent_key = space.parent_key(node)
-                orders.append(self.state.publish(Change.STORED, space, node.edge, parent_key, node.start))
+            self.state.publish_blocks(Change.STORED, node, 0, orders)
         return blocks
 
     def _load_node(self, space: Namespace, parent: Node, edge: bytes) -> Node:

@@ -17,6 +17,7 @@ from prefixcache.core.ledger import Stats
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.policy.base import EvictionPolicy
 from prefixcache.core.policy.lru import LeafLru
+from prefixcache.core.radix import Node
 from prefixcache.core.reasons import Kind, Refusal
 from prefixcache.core.reservations import Reservation
 from prefixcache.core.slots import SlabPool
@@ -106,6 +107,24 @@ class State:
     def publish(self, change: Change, space: Namespace, keys: bytes, parent: bytes, first_block: int) -> Published:
         self.sequence += 1
         return Published(self.sequence, change, space.number, keys, parent, first_block, Tier.HOST)
+
+    def publish_blocks(self, change: Change, node: Node, first: int, out: list[Command]) -> None:
+        """Announces the blocks of a node from its `first` on, if anybody listens. Links without any part never were
+        stored, so they never come or go."""
+        space = node.space
+        if not self.config.publish or space is None:
+            return
+        if space.has_full:
+            out.append(self._publish_span(change, space, node, (first, node.count)))
+            return
+        for place, stored in enumerate(space.any_part(node.row_array()[first:]).tolist(), first):
+            if stored:
+                out.append(self._publish_span(change, space, node, (place, place + 1)))
+
+    def _publish_span(self, change: Change, space: Namespace, node: Node, span: tuple[int, int]) -> Published:
+        at = span[0] * KEY_BYTES
+        parent = node.edge[at - KEY_BYTES : at] if at else space.parent_key(node)
+        return self.publish(change, space, node.edge[at : span[1] * KEY_BYTES], parent, node.start + span[0])
 
     def clipped_ttl(self, ttl_s: float) -> float:
         """The time a client asked for, within the bounds (not a number: the shortest)."""

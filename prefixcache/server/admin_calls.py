@@ -1,4 +1,4 @@
-"""The operator's calls. What belongs to later releases answers UNIMPLEMENTED, with a reason, so that clients can tell."""
+"""The operator's calls. What belongs to later releases answers UNIMPLEMENTED, with a reason that clients can tell."""
 
 import threading
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class AdminCalls:
     def describe_prefix(self, _: None, request: pb.DescribePrefixRequest) -> pb.DescribePrefixResponse:
         """Where a prefix lies."""
         if request.tokens:
-            raise CallError(common.REASON_BAD_ARGUMENT, "this call has no session with a root key: send keys, not tokens")
+            raise CallError(common.REASON_BAD_ARGUMENT, "this call knows no root key: send keys, not tokens")
         number = self._number(request.fingerprint)
         if not request.keys or len(request.keys) % KEY_BYTES:
             raise CallError(common.REASON_BAD_KEYS, f"keys must be a multiple of {KEY_BYTES} bytes and not empty")

@@ -1,7 +1,7 @@
 """The composition root: every part is made, wired, started and ended here, in this order and the reverse.
 
-`run` is the process (signals, ready line, exit code); `Daemon` is all of it without the process, for tests. Nothing here
-decides anything.
+`run` is the process (signals, ready line, exit code); `Daemon` is all of it without the process, for tests. Nothing
+here decides anything.
 """
 
 import gc
@@ -77,7 +77,7 @@ class Daemon:
             is_growing=self.memory.is_growing,
         )
         wiring.follow_ends(self.executor.orders, self.shell)
-        self.health = Health(self.heartbeats, self._troubles)
+        self.health = Health(self.heartbeats, self._troubles, self._failure)
         self.statistics = Statistics(self.shell, self.planner, self.memory, self.health, self.counters)
         self.statistics.backlog = lambda: self.executor.backlog
         self.metrics = Metrics(self.statistics, self.counters)
@@ -181,6 +181,9 @@ class Daemon:
             log.info("a session went silent and was ended", extra={"facts": {"client": session.name}})
             self.shell.end(session)
 
+    def _failure(self) -> str:
+        return f"planner: {self.owner.failure}; restart the server" if self.owner.failure else ""
+
     def _troubles(self) -> list[str]:
         state, detail = self.memory.state()
         troubles = [f"host pool {state}: {detail}"] if state != "on" else []
@@ -251,7 +254,8 @@ def _say_ready(daemon: Daemon, ready_fd: int | None) -> None:
         line = json.dumps({"ready": True, "version": daemon.shell.version, **facts})
     else:
         size = units.format_size(daemon.memory.size_bytes)
-        line = f"prefixcache {daemon.shell.version} ready: {', '.join(daemon.addresses)} (pool {size}, pid {os.getpid()})"
+        where = ", ".join(daemon.addresses)
+        line = f"prefixcache {daemon.shell.version} ready: {where} (pool {size}, pid {os.getpid()})"
     print(line, flush=True)
     if ready_fd is not None:
         os.write(ready_fd, b"\n")

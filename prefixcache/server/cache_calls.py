@@ -1,7 +1,7 @@
 """Acquire, Release, Reserve, Commit, Abort, Lookup: the calls of the critical path.
 
-Every line here is paid once per request of an engine, so the usual case runs straight through and everything else is in
-helpers; nothing loops over blocks in Python.
+Every line here is paid once per request of an engine, so the usual case runs straight through and everything else is
+in helpers; nothing loops over blocks in Python.
 """
 
 from concurrent.futures import Future
@@ -17,6 +17,7 @@ from prefixcache.identity.keys import block_keys
 from prefixcache.server import reasons
 from prefixcache.server.errors import CallError
 from prefixcache.server.holdings import Reservation
+from prefixcache.server.layouts import Namespace
 from prefixcache.server.service import Shell, expect, granted_ttl
 from prefixcache.server.sessions import Session
 from prefixcache.v1 import cache_pb2 as pb
@@ -35,68 +36,70 @@ class CacheCalls:
 
     def acquire(self, session: Session, request: pb.AcquireRequest) -> pb.AcquireResponse | Future[Any]:
         """One lookup of one prompt, pinned."""
-        shell, number = self._shell, request.namespace_id
-        namespace = shell.namespaces.get(number) or shell.namespace(number)
+        number = request.namespace_id
+        namespace = self._shell.namespaces.get(number) or self._shell.namespace(number)
         keys = request.keys
         if not keys or len(keys) % KEY_BYTES or request.tokens:
             keys = self._keys(session, request, allow_none=request.prompt_tokens > 0)
-        first, most = request.from_block, request.max_blocks
-        if shell.draining:
+        event = self._acquire_event(session, request, keys, namespace.spec.block_tokens)
+        tail = keys[-KEY_BYTES:]
+        with self._owner.lock:
+            reply = self._owner.acquire(event)
+            if type(reply) is c.Acquired:
+                return self._granted(session, namespace, tail, reply)
+        if isinstance(reply, Future):
+            return _mapped(reply, lambda late: self._granted(session, namespace, tail, expect(late, c.Acquired)))
+        raise reasons.refusal(expect(reply, c.Refused))
+
+    def _acquire_event(
+        self, session: Session, request: pb.AcquireRequest, keys: bytes, block_tokens: int
+    ) -> e.AcquireRequested:
+        if self._shell.draining:
             raise _draining()
-        config = shell.config
-        event = e.AcquireRequested(
+        config, first, most = self._shell.config, request.from_block, request.max_blocks
+        return e.AcquireRequested(
             session.id,
             request.lease,
-            number,
+            request.namespace_id,
             keys,
             first,
-            request.prompt_tokens or _prompt_tokens(request, keys, namespace.spec.block_tokens),
+            request.prompt_tokens or _prompt_tokens(request, keys, block_tokens),
             granted_ttl(request.ttl_ms, config.lease_ttl, config.lease_ttl_max),
             max(most - first, 0) if most else None,
         )
-        tail = keys[-KEY_BYTES:]
-        with self._owner.lock:
-            held = self._holdings.leases.get(event.lease)
-            if held is not None and held.tail != tail and held.session == session.id:
+
+    def _granted(self, session: Session, namespace: Namespace, tail: bytes, reply: c.Acquired) -> pb.AcquireResponse:
+        """Note the lease, inside the owner's lock, and say what is in it."""
+        if reply.planned_blocks:
+            lease = self._holdings.leased(session.id, namespace, reply, tail)
+            if lease.tail != tail:
                 raise CallError(common.REASON_ID_IN_USE, "the lease id is in use for another prompt; choose a new one")
-            reply = self._owner.acquire(event)
-            if type(reply) is c.Acquired:
-                if reply.planned_blocks:
-                    self._holdings.leased(session.id, namespace, reply, tail)
-                return self._acquired(reply)
-        if isinstance(reply, Future):
-            return _mapped(reply, lambda late: self._acquired_late(session, number, tail, late))
-        raise reasons.refusal(expect(reply, c.Refused))
+        return self._acquired(reply)
 
     def _acquired(self, reply: c.Acquired) -> pb.AcquireResponse:
+        # Field by field: message constructors with arguments cost three times as much (nested ones are encoded and
+        # parsed again), and this is most of the server's own share of an acquire.
         first = reply.from_block
-        gpu, host, disk, peer = reply.tokens
-        response = pb.AcquireResponse(
-            planned_blocks=first + reply.planned_blocks,
-            ready_blocks=first + reply.ready_blocks,
-            runs=[
-                common.PartRun(
-                    part=run.part,
-                    pool=run.pool,
-                    first_block=run.first_block,
-                    slots=run.slots.tobytes(),
-                    generations=run.generations.tobytes(),
-                )
-                for run in reply.runs
-            ],
-            stop=reasons.STOP[reply.stop],
-            ttl_ms=max(int((reply.expires_at - self._owner.now) * 1000), 0),
-            tokens=common.TierTokens(gpu=gpu, host=host, disk=disk, peer=peer),
-        )
+        response = pb.AcquireResponse()
+        response.planned_blocks = first + reply.planned_blocks
+        response.ready_blocks = first + reply.ready_blocks
+        if reply.stop is not None:
+            response.stop = reasons.STOP[reply.stop]
+        if reply.planned_blocks:
+            response.ttl_ms = int(max(reply.expires_at - self._owner.now, 0.0) * 1000)
+            tokens = response.tokens
+            tokens.gpu, tokens.host, tokens.disk, tokens.peer = reply.tokens
+            add = response.runs.add
+            for run in reply.runs:
+                message = add()
+                message.part = run.part
+                message.pool = run.pool
+                message.first_block = run.first_block
+                message.slots = run.slots.tobytes()
+                message.generations = run.generations.tobytes()
         if reply.present is not None:
             response.present = np.packbits(reply.present, bitorder="little").tobytes()
         return response
-
-    def _acquired_late(self, session: Session, number: int, tail: bytes, reply: c.Reply) -> pb.AcquireResponse:
-        acquired: c.Acquired = expect(reply, c.Acquired)
-        if acquired.planned_blocks:
-            self._holdings.leased(session.id, self._shell.namespace(number), acquired, tail)
-        return self._acquired(acquired)
 
     def release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         """End a lease; blocks above `used_blocks` are missed."""
@@ -208,7 +211,7 @@ class CacheCalls:
         if root is None:
             raise CallError(
                 common.REASON_BAD_KEYS,
-                "tokens need a session whose OpenNamespace gave a root_key; give it, or hash on the client and send keys",
+                "tokens need a root_key in this session's OpenNamespace; give it, or hash yourself and send keys",
             )
         most = self._shell.config.max_keys * namespace.spec.block_tokens * _TOKEN_BYTES
         if len(tokens) > most:
@@ -229,7 +232,11 @@ def _grant(reserved: c.Reserved, grant: c.Grant) -> pb.PartGrant:
         blocks, slots = blocks[wanted], slots[wanted]
     generations = np.full(len(slots), reserved.generation, np.uint64)
     return pb.PartGrant(
-        part=grant.part, pool=grant.pool, blocks=blocks.tobytes(), slots=slots.tobytes(), generations=generations.tobytes()
+        part=grant.part,
+        pool=grant.pool,
+        blocks=blocks.tobytes(),
+        slots=slots.tobytes(),
+        generations=generations.tobytes(),
     )
 
 
@@ -247,8 +254,8 @@ def _coverage(reservation: Reservation, request: pb.CommitRequest) -> tuple[e.Co
             raise CallError(common.REASON_BAD_ARGUMENT, "blocks must be little-endian u32")
         blocks = np.frombuffer(written.blocks, "<u4") if written.blocks else reservation.blocks
         heads = written.heads or None
-        for run in np.split(blocks, np.flatnonzero(np.diff(blocks.astype(np.int64)) != 1) + 1):
-            ranges.append(e.Coverage(int(run[0]), len(run), written.part, written.first_head, heads))
+        runs = np.split(blocks, np.flatnonzero(np.diff(blocks.astype(np.int64)) != 1) + 1)
+        ranges += [e.Coverage(int(run[0]), len(run), written.part, written.first_head, heads) for run in runs]
     return tuple(ranges)
 
 
@@ -267,7 +274,7 @@ def _require_written(reservation: Reservation, coverage: tuple[e.Coverage, ...] 
             if (item.part, block) in reservation.slots and not reservation.is_written(item.part, block, start, end):
                 raise CallError(
                     common.REASON_RESERVATION_INCOMPLETE,
-                    f"part {item.part} of block {block} was not written; the reservation stays, write it and commit again",
+                    f"part {item.part} of block {block} was not written; the reservation stays, write and commit again",
                     part=item.part, block=block,
                 )  # fmt: skip
 

@@ -62,9 +62,7 @@ CODES: Final[Mapping[int, Code]] = {
 class CallError(Exception):
     """A refused call. `metadata` are facts by name, for machines."""
 
-    def __init__(
-        self, reason: pb.Reason.ValueType, message: str, code: Code | None = None, **metadata: object
-    ) -> None:
+    def __init__(self, reason: pb.Reason.ValueType, message: str, code: Code | None = None, **metadata: object) -> None:
         super().__init__(message)
         self.reason = reason
         self.code = code or CODES.get(reason, Code.FAILED_PRECONDITION)

@@ -1,8 +1,8 @@
 """Carries out the planner's orders.
 
-`SetGenerations` is done on the spot, because it must be before the reply leaves; whatever touches the bytes of slots goes
-to one background thread and comes back as a Done event, exactly one for every order. The thread ends work it cannot do
-with a Done that says so; it never keeps silent.
+`SetGenerations` is done on the spot, because it must be before the reply leaves; whatever touches the bytes of slots
+goes to one background thread and comes back as a Done event, exactly one for every order. The thread ends work it
+cannot do with a Done that says so; it never keeps silent.
 """
 
 import logging

@@ -1,15 +1,15 @@
 """gRPC: a synchronous server with a thread pool, over a unix socket and, where asked for, TCP.
 
-Handlers take and give bytes: parsing happens in `dispatch`, so that a message that is too large or none at all gets the
-same `Error` here as on the local channel. Streams have a bound of their own and threads beyond those of unary calls, so
-that bulk bytes never starve them.
+Handlers take and give bytes: parsing happens in `dispatch`, so that a message that is too large or none at all gets
+the same `Error` here as on the local channel. Streams have a bound of their own and threads beyond those of unary
+calls, so that bulk bytes never starve them.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal
 
 import grpc
 from grpc_reflection.v1alpha import reflection
@@ -56,15 +56,13 @@ class GrpcCalls:
 
         def handle(payload: bytes, context: grpc.ServicerContext) -> bytes:
             started = time.perf_counter()
-            try:
+            with self._guard(context, method):
                 request = self._request(method, payload)
                 session = self._shell.sessions.require(request.session) if method.needs_session else None
                 response = method.answer(session, request)
                 if isinstance(response, Future):
                     response = response.result(_LATE_S)
                 encoded: bytes = response.SerializeToString()
-            except Exception as failure:  # the shell's top loop: every failure becomes a status
-                self._abort(context, method, failure)
             with self._lock:
                 latency.add(time.perf_counter() - started)
             return encoded
@@ -75,16 +73,13 @@ class GrpcCalls:
         """A handler for one request and a stream of answers; `method.answer` answers an iterator."""
 
         def handle(payload: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-            try:
-                with self._stream():
-                    request = self._request(method, payload)
-                    session = self._shell.sessions.require(request.session) if method.needs_session else None
-                    for message in method.answer(session, request):
-                        if not context.is_active():
-                            return
-                        yield message.SerializeToString()
-            except Exception as failure:  # as above
-                self._abort(context, method, failure)
+            with self._guard(context, method), self._stream():
+                request = self._request(method, payload)
+                session = self._shell.sessions.require(request.session) if method.needs_session else None
+                for message in method.answer(session, request):
+                    if not context.is_active():
+                        return
+                    yield message.SerializeToString()
 
         return grpc.unary_stream_rpc_method_handler(handle)
 
@@ -93,17 +88,14 @@ class GrpcCalls:
         method = Method("WriteBlocks", cache_pb2.WriteBlocksRequest.FromString, lambda _, request: request)
 
         def handle(payloads: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-            try:
-                with self._stream():
-                    requests = self._requests(method, payloads)
-                    first = next(requests, None)
-                    if first is None:
-                        raise CallError(pb.REASON_STREAM_TRUNCATED, "the stream ended before its first message")
-                    session = self._shell.sessions.require(first.session)
-                    written = calls.write_blocks(session, first, requests)
-                    return cache_pb2.WriteBlocksResponse(bytes=written).SerializeToString()
-            except Exception as failure:  # as above
-                self._abort(context, method, failure)
+            with self._guard(context, method), self._stream():
+                requests = self._requests(method, payloads)
+                first = next(requests, None)
+                if first is None:
+                    raise CallError(pb.REASON_STREAM_TRUNCATED, "the stream ended before its first message")
+                session = self._shell.sessions.require(first.session)
+                written = calls.write_blocks(session, first, requests)
+            return cache_pb2.WriteBlocksResponse(bytes=written).SerializeToString()
 
         return grpc.stream_unary_rpc_method_handler(handle)
 
@@ -131,9 +123,25 @@ class GrpcCalls:
             raise CallError(pb.REASON_LIMIT, f"{most} streams are running; try again, or raise max_streams", limit=most)
         return _Slot(self._streams)
 
-    def _abort(self, context: grpc.ServicerContext, method: Method, failure: BaseException) -> NoReturn:
-        context.abort_with_status(_Status(to_error(failure, method.name, self._counters)))
-        raise AssertionError("abort_with_status always raises")
+    def _guard(self, context: grpc.ServicerContext, method: Method) -> "_Guard":
+        return _Guard(context, method.name, self._counters)
+
+
+class _Guard:
+    """Turns every failure inside it into the call's status: this shell's top loop."""
+
+    def __init__(self, context: grpc.ServicerContext, method: str, counters: CallCounters) -> None:
+        self._context = context
+        self._method = method
+        self._counters = counters
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, failure: BaseException | None, __: object) -> Literal[False]:
+        if isinstance(failure, Exception):
+            self._context.abort_with_status(_Status(to_error(failure, self._method, self._counters)))
+        return False
 
 
 class _Slot:
@@ -175,7 +183,8 @@ class GrpcServer:
 
     def add_reflection(self, *more: str) -> None:
         """Let tools list our services."""
-        reflection.enable_server_reflection((CACHE_SERVICE, ADMIN_SERVICE, *more, reflection.SERVICE_NAME), self._server)
+        names = (CACHE_SERVICE, ADMIN_SERVICE, *more, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
 
     def listen(self, address: str) -> int:
         """Listen on `unix:PATH` or `HOST:PORT`; answers the port (1 for a unix socket). Raises OSError."""

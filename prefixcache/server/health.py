@@ -1,7 +1,7 @@
 """Health: computed from the parts' heartbeats when asked, never remembered.
 
-Not serving: a part is dead, or the server ends. Degraded: everything answers, but something is not as it should be (the
-pool is failing, draining). The standard gRPC health service knows only serving and not serving.
+Not serving: a part is dead, or the server ends. Degraded: everything answers, but something is not as it should be
+(the pool is failing, draining). The standard gRPC health service knows only serving and not serving.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,11 @@ SERVICES: Final = ("", CACHE_SERVICE, ADMIN_SERVICE)
 class Health:
     """`state()` answers ("serving" | "degraded" | "not_serving", why)."""
 
-    def __init__(self, heartbeats: Heartbeats, troubles: Callable[[], list[str]]) -> None:
+    def __init__(
+        self, heartbeats: Heartbeats, troubles: Callable[[], list[str]], failure: Callable[[], str] = lambda: ""
+    ) -> None:
         self.heartbeats = heartbeats
+        self._failure = failure
         self._troubles = troubles
         self.ending = False
 
@@ -28,6 +31,8 @@ class Health:
         """Health now, and why it is not "serving"."""
         if self.ending:
             return "not_serving", "the server is ending"
+        if failure := self._failure():
+            return "not_serving", failure
         dead = self.heartbeats.dead()
         if dead:
             return "not_serving", "; ".join(f"{part.part}: {part.detail}" for part in dead)
@@ -60,7 +65,7 @@ class GrpcHealth(health.HealthServicer):
             for service in SERVICES:
                 self.set(service, _status(serving))
 
-    def Check(self, request: Any, context: Any) -> Any:  # noqa: N802  # the rpc's name
+    def Check(self, request: Any, context: Any) -> Any:  # the rpc's name
         """The state of one service now."""
         if request.service not in SERVICES and request.service != health.SERVICE_NAME:
             context.set_code(grpc.StatusCode.NOT_FOUND)
@@ -68,5 +73,5 @@ class GrpcHealth(health.HealthServicer):
         return health_pb2.HealthCheckResponse(status=_status(self._source.is_serving()))
 
 
-def _status(serving: bool) -> Any:  # noqa: FBT001  # a word of the protocol, not a switch
+def _status(serving: bool) -> Any:  # a word of the protocol, not a switch
     return health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

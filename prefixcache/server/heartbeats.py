@@ -1,7 +1,7 @@
 """Signs of life of the daemon's parts, from which alone its health is computed.
 
-Rules: each part beats from the loop that does its work, never from a helper thread beside it, so a dead loop cannot look
-alive. Reading needs no lock that a part could hold: health must answer while the planner hangs.
+Rules: each part beats from the loop that does its work, never from a helper thread beside it, so a dead loop cannot
+look alive. Reading needs no lock that a part could hold: health must answer while the planner hangs.
 """
 
 import time
@@ -20,7 +20,7 @@ class PartState:
 
 
 class Heartbeats:
-    """The last sign of life of every part. A part counts from its registration, so one that never starts is dead too."""
+    """The last sign of life of every part. A part counts from its registration: one that never starts is dead, too."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -29,7 +29,7 @@ class Heartbeats:
         self._failed: dict[str, str] = {}
 
     def register(self, part: str, limit_s: float) -> Callable[[], None]:
-        """Announce a part that must beat at least every `limit_s`; answers the function to call at each sign of life."""
+        """Announce a part that must beat every `limit_s` at least; answers the function that is its sign of life."""
         self._limit[part] = limit_s
         self._seen[part] = self._clock()
         seen, clock = self._seen, self._clock

@@ -1,7 +1,7 @@
 """What slots each lease and reservation has, for the calls that move bytes through the server.
 
-Filled from the planner's answers and emptied by its orders, always inside the owner's lock, so it never knows a lease that
-the planner has ended. It must not decide anything.
+Filled from the planner's answers and emptied by its orders, always inside the owner's lock, so it never knows a
+lease that the planner has ended. It must not decide anything.
 """
 
 from dataclasses import dataclass
@@ -93,10 +93,12 @@ class Holdings:
         self.leases: dict[bytes, Lease] = {}
         self.reservations: dict[bytes, Reservation] = {}
 
-    def leased(self, session: bytes, namespace: Namespace, acquired: Acquired, tail: bytes) -> None:
-        """A lease was granted (or told again: a repeated call changes nothing)."""
-        if acquired.lease not in self.leases:
-            self.leases[acquired.lease] = Lease(session, namespace, acquired, tail)
+    def leased(self, session: bytes, namespace: Namespace, acquired: Acquired, tail: bytes) -> Lease:
+        """A lease was granted; the lease as it was granted first, which a repeated call does not change."""
+        lease = self.leases.get(acquired.lease)
+        if lease is None:
+            lease = self.leases[acquired.lease] = Lease(session, namespace, acquired, tail)
+        return lease
 
     def reserved(self, session: bytes, namespace: Namespace, reserved: Reserved) -> None:
         """A reservation was granted (or granted again: a repeated call changes nothing)."""
@@ -113,4 +115,3 @@ class Holdings:
         for reservation in list(self.reservations.values()):
             reservations[reservation.session] = reservations.get(reservation.session, 0) + 1
         return leases, reservations
-

@@ -116,7 +116,7 @@ class Sources:
     async def _show_ready(self, _: "web.Request") -> "web.Response":
         return self._state(self._health.state()[0] == "serving")
 
-    def _state(self, good: bool) -> "web.Response":  # noqa: FBT001  # the one fact it shows
+    def _state(self, good: bool) -> "web.Response":  # the one fact it shows
         from aiohttp import web
 
         state, detail = self._health.state()

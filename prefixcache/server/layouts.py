@@ -1,4 +1,5 @@
-"""NamespaceSpec messages, checked: what comes over the wire becomes the core's spec, or a refusal that names the field.
+"""NamespaceSpec messages, checked: what comes over the wire becomes the core's spec, or a refusal that names the
+field.
 
 Sizes are recomputed with whole numbers, so nothing overflows here; what would not fit u64 elsewhere is refused.
 """
@@ -55,7 +56,7 @@ def check(message: pb.NamespaceSpec) -> NamespaceSpec:
     if message.kind not in _KINDS:
         raise _bad(f"namespace kind {message.kind} is unknown to this server")
     if len(message.groups) > MAX_GROUPS or len(message.parts) > MAX_PARTS:
-        raise _bad(f"at most {MAX_GROUPS} groups and {MAX_PARTS} parts, got {len(message.groups)}, {len(message.parts)}")
+        raise _bad(f"at most {MAX_GROUPS} groups and {MAX_PARTS} parts")
     groups = tuple(_group(index, group) for index, group in enumerate(message.groups))
     parts = tuple(_part(message, index, part) for index, part in enumerate(message.parts))
     _check_cover(message)

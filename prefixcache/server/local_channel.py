@@ -41,7 +41,6 @@ _SPARE_CONNECTIONS: Final = 64  # connections beyond the sessions, on their way 
 _MAX_BUFFERED: Final = 256 << 20  # unfinished frames of all peers together
 _IN: Final = select.EPOLLIN
 _OUT: Final = select.EPOLLOUT
-_ENDED: Final = select.EPOLLHUP | select.EPOLLERR
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ class LocalChannel:
                     self._answer_later(connection, call, method, answer)
             else:
                 self._special(connection, call, method, payload)
-        except Exception as failure:  # the shell's top loop: a failed call must not end the channel
+        except Exception as failure:  # noqa: BLE001  # the shell's top loop: a failed call must not end the channel
             self._fail(connection, call, method, failure)
 
     def refuse_size(self, connection: Connection, call: int, method: int, size: int) -> None:
@@ -240,15 +239,7 @@ class LocalChannel:
             self._register(process.pidfd, lambda _: self._exited(process.pidfd))
         connection = Connection(self, sock, process, time.monotonic())
         self._connections[connection.fd] = connection
-        self._register(connection.fd, lambda mask: self._ready(connection, mask))
-
-    def _ready(self, connection: Connection, mask: int) -> None:
-        if mask & _OUT:
-            connection.writable()
-        if mask & _IN:
-            connection.readable()
-        elif mask & _ENDED:
-            self.lost(connection)
+        self._register(connection.fd, connection.ready)
 
     def _exited(self, pidfd: int) -> None:
         """A worker's process is gone, whoever may still hold its sockets."""

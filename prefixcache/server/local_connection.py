@@ -1,14 +1,15 @@
 """One connection of the local channel: bytes in, frames out, and the other way.
 
 Rules:
-1. Never blocks. What does not fit the socket waits in a bounded queue; while much waits, nothing more is read from this
-   peer. So a slow peer costs itself time and the server a bounded amount of memory.
+1. Never blocks. What does not fit the socket waits in a bounded queue; while much waits, nothing more is read from
+   this peer. So a slow peer costs itself time and the server a bounded amount of memory.
 2. At most `_FRAMES_A_TURN` frames are answered before other connections get their turn.
 3. A malformed frame ends this connection and nothing else.
 It does not know what a method does: `Channel.handle` does.
 """
 
 import os
+import select
 import socket
 from collections import deque
 from typing import Final, Protocol
@@ -20,6 +21,9 @@ from prefixcache.server.sessions import Session
 _RECEIVE_BYTES: Final = 1 << 16
 _FRAMES_A_TURN: Final = 32
 _PAUSE_BYTES: Final = 1 << 20
+_IN: Final = select.EPOLLIN
+_OUT: Final = select.EPOLLOUT
+_ENDED: Final = select.EPOLLHUP | select.EPOLLERR
 
 
 class Channel(Protocol):
@@ -74,8 +78,22 @@ class Connection:
         self._out_bytes = 0
         self._reading = True
 
-    def readable(self) -> None:
+    def ready(self, mask: int) -> None:
+        """The loop saw the socket become readable, writable, or end."""
+        if mask == _IN:
+            self._readable()
+            return
+        if mask & _OUT:
+            self._writable()
+        if mask & _IN:
+            self._readable()
+        elif mask & _ENDED:
+            self._channel.lost(self)
+
+    def _readable(self) -> None:
         """The socket has bytes, or its end."""
+        if self.closed:
+            return
         try:
             data = self.sock.recv(_RECEIVE_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -118,7 +136,7 @@ class Connection:
         self._reading = self._out_bytes <= _PAUSE_BYTES
         self._channel.watch(self, reading=self._reading, writing=True)
 
-    def writable(self) -> None:
+    def _writable(self) -> None:
         """The socket takes bytes again."""
         while self._out:
             data, fds = self._out[0]

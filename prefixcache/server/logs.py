@@ -1,7 +1,7 @@
 """Logs: one line an event, for people or as JSON.
 
-Rules: facts go into `extra={"facts": {...}}`, never into the text; no prompt text, key material or token ids, ever (ids of
-namespaces and sessions appear shortened). Loggers are `logging.getLogger(__name__)` below `prefixcache`.
+Rules: facts go into `extra={"facts": {...}}`, never into the text; no prompt text, key material or token ids, ever
+(ids of namespaces and sessions appear shortened). Loggers are `logging.getLogger(__name__)` below `prefixcache`.
 """
 
 import json

@@ -2,10 +2,12 @@
 
 Rules:
 1. A lock, not a thread of its own: handing an event to another thread and back costs more than most events.
-2. Orders are executed in the planner's order, inside the lock, before the reply leaves; those that move bytes only start
-   something there (`executor`).
-3. Time never goes back, and while the server itself writes into a slot (`hold_time`) the planner's time does not pass the
-   moment that write began. So no reservation can run out under a write of ours, however long the thread was not scheduled.
+2. Orders are executed in the planner's order, inside the lock, before the reply leaves; those that move bytes only
+   start something there (`executor`).
+3. An exception out of the planner is a bug that may have left it inconsistent: nothing is decided after it.
+4. Time never goes back, and while the server itself writes into a slot (`hold_time`) the planner's time does not
+   pass the moment that write began. So no reservation can run out under a write of ours, however long the thread was
+   not scheduled.
 """
 
 import logging
@@ -17,6 +19,8 @@ from typing import Final, Protocol
 
 from prefixcache.core import commands as c
 from prefixcache.core import events as e
+from prefixcache.server.errors import CallError
+from prefixcache.v1 import common_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +48,9 @@ class Owner:
         self._lock = threading.RLock()
         self._waiters: dict[bytes, Future[c.Reply]] = {}
         self._writes: list[float] = []
+        # Not empty once an event has failed half-way: what the planner knows may be wrong from then on, and wrong bytes
+        # are worse than none.
+        self.failure = ""
         self._now = clock()
 
     @property
@@ -83,14 +90,23 @@ class Owner:
             self._writes.remove(held)
 
     def _handle(self, event: e.Event) -> c.Reply | None:
+        if self.failure:
+            raise CallError(pb.REASON_INTERNAL, "the planner has failed; the server must be restarted")
         now = self.clock()
         if self._writes:
             now = min(now, self._writes[0])
         if now > self._now:
             self._now = now
-        commands = self._planner.handle(event, self._now)
+        whole = False
+        try:
+            commands = self._planner.handle(event, self._now)
+            whole = True
+        finally:
+            if not whole:
+                self.failure = f"{type(event).__name__} failed"
         if len(commands) == 1 and type(commands[0]) in _REPLIES:
-            return self._route(commands[0]) if self._waiters else commands[0]  # type: ignore[arg-type, return-value]  # just checked
+            return self._route(commands[0]) if self._waiters else commands[0]  # type: ignore[arg-type, return-value]
+            # just checked
         return self._execute(commands)
 
     def _execute(self, commands: list[c.Command]) -> c.Reply | None:
@@ -135,12 +151,14 @@ class Timer:
     def stop(self) -> None:
         """End the thread and wait for it."""
         self._stopping.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         event = e.TimePassed()
         while not self._stopping.wait(self._period_s):
-            self._owner.call(event)
+            if not self._owner.failure:
+                self._owner.call(event)
+                self._beat()
             for chore in self._chores:
                 chore()
-            self._beat()

@@ -64,9 +64,7 @@ class HostMemory:
             threads=self._config.host_prefault_threads,
             prepare=pinner.register if pinner.enabled else None,
         )
-        self._prefault = Prefault(
-            self.pool.mapping, self.slab_bytes, on_ready, self._failed, options
-        )
+        self._prefault = Prefault(self.pool.mapping, self.slab_bytes, on_ready, self._failed, options)
 
     def state(self) -> tuple[str, str]:
         """("on" | "failing", why)."""

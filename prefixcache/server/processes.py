@@ -1,7 +1,8 @@
 """Which worker processes are alive, by pidfd.
 
 A socket tells less than that: forked children may hold it open when the worker is dead, and a worker may close it and
-still write through its mapping. So slots that a worker could write are bound to a `Process`, and come back when that exits.
+still write through its mapping. So slots that a worker could write are bound to a `Process`, and come back when that
+exits.
 
 Belongs here: process identities and their pidfds. It must not know sessions or sockets' bytes. Not thread-safe: the
 local channel's thread owns it.
@@ -29,7 +30,7 @@ class Peer:
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One process of a worker. `number` names it for this daemon's life, as pids are used again; `pid` is for people."""
+    """One process of a worker. `number` names it for this daemon's life, as pids are used again; `pid` is shown."""
 
     number: int
     pid: int
@@ -55,8 +56,8 @@ class Processes:
     def connect(self, sock: socket.socket) -> tuple[Process, bool]:
         """The process behind a connection, and whether its pidfd is new (then watch it for reading).
 
-        Without a pidfd (another pid namespace, an old kernel) the process counts as alive as long as its connection: its
-        `pidfd` is -1, and the caller reports its exit at end of file.
+        Without a pidfd (another pid namespace, an old kernel) the process counts as alive as long as its connection:
+        its `pidfd` is -1, and the caller reports its exit at end of file.
         """
         pid = peer_of(sock).pid
         known = self._by_pid.get(pid)

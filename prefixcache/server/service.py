@@ -28,6 +28,7 @@ from prefixcache_offload.pool import HostPool
 PROTOCOL: Final = 1
 _MAX_NAME: Final = 200
 
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """One rpc. `answer(session, request)` answers a message, a future of one, or, for streams, an iterator.
@@ -68,11 +69,11 @@ class Shell:
             return self.namespaces[number]
         except KeyError:
             raise CallError(
-                common.REASON_NAMESPACE_UNKNOWN, f"namespace {number} is unknown to this start of the server; open it again"
+                common.REASON_NAMESPACE_UNKNOWN, f"namespace {number} is unknown since this server started; open it"
             ) from None
 
     def end(self, session: Session) -> bool:
-        """End a session: its leases and keys are free. True if slots wait for its process's exit. Safe to call twice."""
+        """End a session: its leases and keys are free. True if slots wait for its process's exit. Can be repeated."""
         with session.writes, self.owner.lock:
             if not self.sessions.remove(session):
                 return False
@@ -104,7 +105,9 @@ class SessionCalls:
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
 
-    def open_session(self, request: pb.OpenSessionRequest, transport: str, *, pid: int = 0, process: int = 0) -> Session:
+    def open_session(
+        self, request: pb.OpenSessionRequest, transport: str, *, pid: int = 0, process: int = 0
+    ) -> Session:
         """A session for a worker on any transport. Raises CallError."""
         shell = self._shell
         if not request.protocol_min <= PROTOCOL <= request.protocol_max:

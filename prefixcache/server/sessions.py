@@ -45,7 +45,9 @@ class Sessions:
         self._lock = threading.Lock()
         self._by_id: dict[bytes, Session] = {}
 
-    def open(self, name: str, transport: str, ttl_s: float, *, pid: int = 0, process: int = 0, can_map: bool) -> Session:
+    def open(
+        self, name: str, transport: str, ttl_s: float, *, pid: int = 0, process: int = 0, can_map: bool
+    ) -> Session:
         """A new session with a random id. Raises CallError (LIMIT) when there are too many."""
         now = self._clock()
         session = Session(secrets.token_bytes(ID_BYTES), name, transport, pid, process, can_map, ttl_s, now, now)

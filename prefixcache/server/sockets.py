@@ -1,7 +1,7 @@
 """The daemon's place in the file system: its folder, its lock, its two unix sockets.
 
-A lock file beside the socket says who serves it; it is held with flock, so it means nothing once its holder is gone, however
-that ended. Sockets of a dead daemon are removed, those of a live one never.
+A lock file beside the socket says who serves it; it is held with flock, so it means nothing once its holder is gone,
+however that ended. Sockets of a dead daemon are removed, those of a live one never.
 """
 
 import fcntl
@@ -74,7 +74,7 @@ class SocketPlace:
             if not os.path.lexists(path):
                 continue
             if not Path(path).is_socket():
-                raise ConfigError(f"{path} exists and is no socket; remove it, or choose another place with --socket PATH")
+                raise ConfigError(f"{path} is no socket; remove it, or choose another place with --socket PATH")
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 try:
                     probe.connect(path)

@@ -66,9 +66,7 @@ class Statistics:
         pool = state.pools[HOST_POOL]
         filling = quarantined = 0
         for reservation in state.reservations.values():
-            size = sum(
-                len(slots) * reservation.space.strides[part] for part, slots in reservation.slots.items()
-            )
+            size = sum(len(slots) * reservation.space.strides[part] for part, slots in reservation.slots.items())
             if reservation.expired or reservation.ended:
                 quarantined += size
             else:
@@ -89,7 +87,7 @@ class Statistics:
         )
 
     def _leased_bytes(self) -> int:
-        """Bytes of the slots under leases; a slot under two of them is counted twice no more than the bytes there are."""
+        """Bytes of the slots under leases, one by one, but never more than the bytes there are."""
         total = 0
         for lease in self._shell.holdings.leases.values():
             sizes = lease.namespace.part_bytes

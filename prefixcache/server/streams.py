@@ -3,8 +3,9 @@
 Rules:
 1. Pieces of at most 1 MiB, so that no message, lock or copy is long.
 2. Reading does as every reader: copy, then compare the generation. A difference is LEASE_LOST, never data.
-3. Writing holds the session's `writes` lock and the planner's time for one piece, having found the reservation alive: the
-   slot cannot get another owner under the copy. Nothing becomes visible here; Commit checks that all bytes came.
+3. Writing holds the session's `writes` lock and the planner's time for one piece, having found the reservation
+   alive: the slot cannot get another owner under the copy. Nothing becomes visible here; Commit checks that all
+   bytes came.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from prefixcache.v1 import common_pb2 as common
 PIECE_BYTES = 1 << 20
 
 Place = tuple[int, int, int]
+Piece = pb.WriteBlocksRequest
 
 
 class StreamCalls:
@@ -36,7 +38,7 @@ class StreamCalls:
         ready = lease.acquired.from_block + lease.acquired.ready_blocks
         end = ready if request.blocks == 0 else request.first_block + request.blocks
         if end > ready:
-            raise CallError(common.REASON_BAD_ARGUMENT, f"blocks {request.first_block} to {end - 1} of {ready} ready ones")
+            raise CallError(common.REASON_BAD_ARGUMENT, f"only {ready} blocks are ready, asked was up to {end}")
         mask = request.part_mask or (1 << 64) - 1
         tables = [(run.part, _places(run)) for run in lease.acquired.runs if mask >> run.part & 1]
         for block in range(request.first_block, end):
@@ -68,7 +70,7 @@ class StreamCalls:
             session.last_seen = self._shell.owner.clock()
             yield pb.ReadBlocksResponse(part=part, block=block, offset=offset, data=data)
 
-    def write_blocks(self, session: Session, first: pb.WriteBlocksRequest, rest: Iterator[pb.WriteBlocksRequest]) -> int:
+    def write_blocks(self, session: Session, first: Piece, rest: Iterator[Piece]) -> int:
         """Fill slots from pieces; the number of bytes written. `first` names the reservation and may carry a piece."""
         reservation_id = first.reservation
         reservation = self._reservation(session, reservation_id)
@@ -86,16 +88,14 @@ class StreamCalls:
             )
         return total
 
-    def _write_piece(
-        self, session: Session, reservation_id: bytes, reservation: Reservation, piece: pb.WriteBlocksRequest
-    ) -> None:
+    def _write_piece(self, session: Session, reservation_id: bytes, reservation: Reservation, piece: Piece) -> None:
         shell = self._shell
         pool_id, slot = _checked_place(reservation, piece)
         size = reservation.namespace.part_bytes[piece.part]
         with session.writes:
             with shell.owner.lock:
                 if shell.holdings.reservations.get(reservation_id) is not reservation:
-                    raise CallError(common.REASON_RESERVATION_EXPIRED, "the reservation ended while it was being written")
+                    raise CallError(common.REASON_RESERVATION_EXPIRED, "the reservation ended while it was written")
                 held = shell.owner.hold_time()
             try:
                 target = shell.pools[pool_id].slot(slot, size)
@@ -116,9 +116,7 @@ class StreamCalls:
     def _reservation(self, session: Session, reservation_id: bytes) -> Reservation:
         reservation = self._shell.holdings.reservations.get(reservation_id)
         if reservation is None:
-            raise CallError(
-                common.REASON_RESERVATION_UNKNOWN, "the reservation is unknown: never granted, committed, aborted or expired"
-            )
+            raise CallError(common.REASON_RESERVATION_UNKNOWN, "the reservation is unknown: ended, or never granted")
         if reservation.session != session.id:
             raise CallError(common.REASON_NOT_YOURS, "the reservation belongs to another session")
         return reservation
@@ -130,17 +128,17 @@ def _places(run: Run) -> Mapping[int, Place]:
     return {run.first_block + index: (run.pool, slot, generation) for index, (slot, generation) in enumerate(pairs)}
 
 
-def _pieces(first: pb.WriteBlocksRequest, rest: Iterator[pb.WriteBlocksRequest]) -> Iterator[pb.WriteBlocksRequest]:
+def _pieces(first: Piece, rest: Iterator[Piece]) -> Iterator[Piece]:
     if first.data:
         yield first
     yield from rest
 
 
-def _checked_place(reservation: Reservation, piece: pb.WriteBlocksRequest) -> tuple[int, int]:
+def _checked_place(reservation: Reservation, piece: Piece) -> tuple[int, int]:
     """(pool, slot) of a piece. Raises CallError where it was not granted or does not lie inside its part."""
     place = reservation.slots.get((piece.part, piece.block))
     if place is None:
-        raise CallError(common.REASON_BAD_ARGUMENT, f"part {piece.part} of block {piece.block} is not in the reservation")
+        raise CallError(common.REASON_BAD_ARGUMENT, f"part {piece.part} of block {piece.block} is not reserved")
     size = reservation.namespace.part_bytes[piece.part]
     if not piece.data or len(piece.data) > PIECE_BYTES or piece.offset + len(piece.data) > size:
         raise CallError(

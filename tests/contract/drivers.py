@@ -40,6 +40,11 @@ class Driver(Protocol):
         ...
 
 
+def raw(channel: grpc.Channel) -> Any:
+    """The channel for calls in plain bytes, whose types the stubs do not know."""
+    return channel
+
+
 def response_type(rpc: str) -> Any:
     """The response class of an rpc of CacheService."""
     return getattr(cache_pb2, f"{rpc}Response")
@@ -97,8 +102,8 @@ class LocalDriver:
         self.fds: list[int] = []
 
     def call(self, rpc: str, request: Any) -> Any:
-        number = local_pb2.Method.Value("METHOD_" + "".join(f"_{c}" if c.isupper() else c for c in rpc).lstrip("_").upper())
-        payload = self.raw(int(number), request.SerializeToString())
+        snake = "".join(f"_{letter}" if letter.isupper() else letter for letter in rpc).upper()
+        payload = self.raw(int(local_pb2.Method.Value(f"METHOD{snake}")), request.SerializeToString())
         module = local_pb2 if rpc == "MapPool" else cache_pb2
         return getattr(module, f"{rpc}Response").FromString(payload)
 

@@ -37,8 +37,11 @@ def write_blocks(worker: Worker, reservation: bytes, granted: pb.ReserveResponse
     messages = [pb.WriteBlocksRequest(session=worker.session, reservation=reservation)]
     for grant in granted.grants:
         size = worker.spec.parts[grant.part].size_bytes
-        for block in np.frombuffer(grant.blocks, "<u4").tolist():
-            messages.append(pb.WriteBlocksRequest(part=grant.part, block=block, data=bytes([fill]) * size))
+        data = bytes([fill]) * size
+        messages += [
+            pb.WriteBlocksRequest(part=grant.part, block=block, data=data)
+            for block in np.frombuffer(grant.blocks, "<u4").tolist()
+        ]
     stream = worker.driver.channel.stream_unary(
         "/prefixcache.v1.CacheService/WriteBlocks",
         request_serializer=lambda message: message.SerializeToString(),
@@ -109,14 +112,13 @@ def test_tokens_are_hashed_where_the_session_gave_a_root_key(connect: Callable[[
     request = pb.LookupRequest(session=worker.session, namespace_id=worker.namespace, tokens=tokens)
     if worker.driver.transport == "local":
         assert worker.driver.call("Lookup", request).nodes[0].tokens == 3 * BLOCK_TOKENS
-    stranger = Worker(connect(), worker.spec.__class__(**{**_fields(worker.spec), "root_key": b""}))
+    without = common.NamespaceSpec()
+    without.CopyFrom(worker.spec)
+    without.root_key = b""
+    stranger = Worker(connect(), without)
     with pytest.raises(Failure) as refused:
         stranger.acquire(b"", tokens=tokens)
     assert refused.value.reason == common.REASON_BAD_KEYS
-
-
-def _fields(spec: common.NamespaceSpec) -> dict[str, object]:
-    return {field.name: value for field, value in spec.ListFields()}
 
 
 def test_lookup_pins_nothing_and_counts_nothing(worker: Worker, daemon: Daemon) -> None:
@@ -214,7 +216,7 @@ def test_a_prompt_shorter_than_a_block_is_counted(worker: Worker, daemon: Daemon
     assert after[common.REASON_PARTIAL_BLOCK] - before.get(common.REASON_PARTIAL_BLOCK, 0) == 9
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 0), (2, 9), (0, 0)])
+@pytest.mark.parametrize(("low", "high"), [(0, 0), (2, 9)])
 def test_another_protocol_is_refused(connect: Callable[[], Driver], low: int, high: int) -> None:
     with pytest.raises(Failure) as refused:
         connect().call("OpenSession", pb.OpenSessionRequest(protocol_min=low, protocol_max=high))

@@ -60,3 +60,15 @@ def test_index_by_size_and_match_by_length() -> None:
         assert set(row) == {"tokens", "us", "insert_us", "startswith_us"}
         assert positive(row, *row)
     assert told["chat_path_us"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_overhead_with_a_real_model() -> None:
+    row = bench("overhead")["overhead"]
+    names = {"no_reuse_ratio", "no_reuse_ratio_median", "no_reuse_ratio_interval", "client_cpu_share", "pairs"}
+    assert set(row) == names
+    low, high = row["no_reuse_ratio_interval"]
+    assert 0 < low <= row["no_reuse_ratio_median"] <= high == row["no_reuse_ratio"]
+    assert 0 < row["client_cpu_share"] < 1
+    assert row["pairs"] == QUICK.overhead_pairs

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,9 +66,21 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     assert process.stdout is not None
     with process:
         assert "ready" in process.stdout.readline()
-        yield Served(process, socket)
+        running = Served(process, socket)
+        wait_ready(running)
+        yield running
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == 0
+
+
+def wait_ready(running: Served) -> None:
+    """Until the whole pool is touched: before, blocks are refused as `pool_not_ready`."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        tiers = running.json("status")["tiers"]
+        if all(tier["ready_bytes"] == tier["capacity_bytes"] for tier in tiers):
+            return
+    pytest.fail(f"the pool was not ready in {TIMEOUT_S} s: {tiers}")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@
 Importing it imports numpy and protobuf; gRPC is imported when the local channel cannot be used, torch never.
 """
 
+from prefixcache_client.aio import AsyncClient, AsyncLease
 from prefixcache_client.client import Client
 from prefixcache_client.errors import LeaseEndedError
 from prefixcache_client.lease import Lease
@@ -22,6 +23,8 @@ from prefixcache_client.stats import ClientStats
 from prefixcache_client.tensors import Blocks, Layers, Pages
 
 __all__ = [
+    "AsyncClient",
+    "AsyncLease",
     "Blocks",
     "Client",
     "ClientOptions",

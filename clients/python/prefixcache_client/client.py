@@ -51,6 +51,16 @@ class IdentityOptions(TypedDict, total=False):
     engine: str
 
 
+class AcquireOptions(TypedDict, total=False):
+    """What a caller wants of a lease; see Client.acquire."""
+
+    max_tokens: int | None
+    from_token: int
+    ttl_s: float | None
+    recompute_s_per_token: float
+    timeout_s: float | None
+
+
 class Client:
     """A connection to the host's daemon, opened at the first call and whenever it is lost."""
 

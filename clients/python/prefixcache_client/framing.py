@@ -5,7 +5,7 @@ here; whoever owns the socket feeds bytes in and takes frames out.
 """
 
 import struct
-from typing import Final, NamedTuple
+from typing import Final
 
 MAX_PAYLOAD_BYTES: Final = 64 << 20
 """A longer frame ends the connection, by the contract."""
@@ -24,13 +24,8 @@ class BadFrame(Exception):
     """The peer does not speak the protocol: a frame too long, or with a flag nobody knows."""
 
 
-class Frame(NamedTuple):
-    """One frame without its length."""
-
-    call_id: int
-    method: int
-    flags: int
-    payload: bytes
+Frame = tuple[int, int, int, bytes]
+"""(call id, method, flags, payload); a plain tuple, because one is made for every call."""
 
 
 def pack_frame(call_id: int, method: int, payload: bytes, flags: int = END) -> bytes:
@@ -54,10 +49,10 @@ class FrameBuffer:
         self._bytes = self._bytes + data if self._bytes else data
 
     def missing(self) -> int:
-        """Bytes that the frame begun still lacks; 0 when its header has not come. Raises BadFrame."""
+        """Bytes that the frame begun still lacks; 0 when its header has not come."""
         if len(self._bytes) < HEADER_BYTES:
             return 0
-        size, _, _, _ = self._header()
+        size: int = _HEADER.unpack_from(self._bytes)[0]
         return max(HEADER_BYTES + size - len(self._bytes), 0)
 
     def take(self) -> Frame | None:
@@ -65,17 +60,11 @@ class FrameBuffer:
         data = self._bytes
         if len(data) < HEADER_BYTES:
             return None
-        size, call_id, method, flags = self._header()
+        size, call_id, method, flags = _HEADER.unpack_from(data)
+        if size > MAX_PAYLOAD_BYTES or flags & ~_KNOWN_FLAGS:
+            raise BadFrame(f"a frame of {size} bytes with flags {flags:#x}")
         end = HEADER_BYTES + size
         if len(data) < end:
             return None
         self._bytes = data[end:]
-        return Frame(call_id, method, flags, data[HEADER_BYTES:end])
-
-    def _header(self) -> tuple[int, int, int, int]:
-        size, call_id, method, flags = _HEADER.unpack_from(self._bytes)
-        if size > MAX_PAYLOAD_BYTES:
-            raise BadFrame(f"a frame of {size} bytes; the longest allowed is {MAX_PAYLOAD_BYTES}")
-        if flags & ~_KNOWN_FLAGS:
-            raise BadFrame(f"a frame with unknown flags {flags:#x}")
-        return size, call_id, method, flags
+        return call_id, method, flags, data[HEADER_BYTES:end]

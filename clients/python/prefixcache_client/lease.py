@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from prefixcache.v1 import cache_pb2
+from prefixcache.v1 import cache_pb2, common_pb2
 from prefixcache_client.blocks import BlockFormat
 from prefixcache_client.errors import Failure, LeaseEndedError
 from prefixcache_client.link import Link
-from prefixcache_client.paths import BytePath
 from prefixcache_client.reasons import LEASE_LOST, UNUSED, reason_value
 from prefixcache_client.results import CopyResult
-from prefixcache_client.runs import SlotRun
+from prefixcache_client.runs import SlotRun, leased_runs
 from prefixcache_client.session import Session
 from prefixcache_client.tensors import KvTensors, as_tensors
 from prefixcache_client.transport import RELEASE
@@ -32,16 +31,26 @@ log = logging.getLogger("prefixcache_client")
 
 
 class Grant:
-    """What a lease holds on to while it lives: the session, the id, the slots and when it runs out."""
+    """What a lease holds on to while it lives: the session, the id, when it runs out, and the slots.
 
-    __slots__ = ("ends_at", "lease", "path", "runs", "session")
+    The slots are unpacked at the first copy: that is half the cost of an acquire, and the request's path is not the
+    place.
+    """
 
-    def __init__(self, session: Session, path: BytePath, lease: bytes, runs: Sequence[SlotRun], ends_at: float) -> None:
+    __slots__ = ("_packed", "_runs", "ends_at", "lease", "session")
+
+    def __init__(self, session: Session, lease: bytes, ends_at: float, packed: Sequence[common_pb2.PartRun]) -> None:
         self.session = session
-        self.path = path
         self.lease = lease
-        self.runs = runs
         self.ends_at = ends_at
+        self._packed = packed
+        self._runs: Sequence[SlotRun] | None = None
+
+    def runs(self, form: BlockFormat) -> Sequence[SlotRun]:
+        """The slots. Raises Unreachable where the server contradicts itself."""
+        if self._runs is None:
+            self._runs = leased_runs(form, self._packed)
+        return self._runs
 
 
 class Lease:
@@ -65,21 +74,19 @@ class Lease:
         "tokens",
     )
 
-    def __init__(self, link: Link, form: BlockFormat, blocks: int, from_block: int, reason: str) -> None:
-        """A miss, or with `hold` a hit. Made by the client only."""
+    def __init__(
+        self, link: Link, form: BlockFormat, blocks: int, from_block: int, reason: str, grant: Grant | None
+    ) -> None:
+        """Made by the client only; without `grant` a miss."""
         self.blocks = blocks
         self.tokens = blocks * form.block_tokens
         self.from_block = from_block
         self.reason = reason
         self._link = link
         self._form = form
-        self._grant: Grant | None = None
+        self._grant = grant
         self._used = 0
         self._lost = ""
-
-    def hold(self, grant: Grant) -> None:
-        """Give the lease its slots. For the client only."""
-        self._grant = grant
 
     def __bool__(self) -> bool:
         """Whether there is anything to copy."""
@@ -103,7 +110,7 @@ class Lease:
 
     def parts(self, part: int = 0) -> range:
         """Positions of the blocks of `part` that may be read: all, or the last window of a sliding group."""
-        runs = [run for run in self._runs() if run.part == part]
+        runs = [run for run in self._all_runs() if run.part == part]
         return range(int(runs[0].blocks[0]), int(runs[-1].blocks[-1]) + 1) if runs else range(0)
 
     def copy_to(self, tensors: Any) -> CopyResult:
@@ -116,12 +123,12 @@ class Lease:
             return CopyResult(ok=False, tokens=0, size_bytes=0, reason=self.reason)
         grant = self._granted()
         target = as_tensors(tensors)
-        wanted = self._wanted(target)
-        if not wanted:
-            raise ValueError("the tensors have room for none of the leased blocks")
         try:
+            wanted = self._wanted(grant, target)
+            if not wanted:
+                raise ValueError("the tensors have room for none of the leased blocks")
             self._check_time(grant)
-            moved = grant.path.load(self._form, grant.lease, wanted, target)
+            moved = grant.session.path.load(self._form, grant.lease, wanted, target)
             self._check_time(grant)
         except Failure as failure:
             return self._lose(failure.reason)
@@ -134,18 +141,23 @@ class Lease:
         """`with lease.view(i) as array`: the bytes of block i (its position in the prompt), read-only u8[part bytes].
 
         No copy where memory is shared. The bytes are promised while the lease lives: call `valid` after the last use.
-        Raises IndexError when the lease does not hold the block.
+        Raises IndexError when the lease does not hold the block; entering it raises LeaseEndedError after the lease.
         """
-        for run in self._runs():
+        if self.tokens:
+            self._granted()
+        for run in self._all_runs():
             found = run.within(range(block, block + 1)) if run.part == part else None
             if found is not None:
                 return BlockView(self, found)
         raise IndexError(f"the lease holds no block {block} of part {part}")
 
     def valid(self) -> bool:
-        """Whether everything read through the lease until now was what was leased. False after `release`."""
+        """Whether all that was read through the lease so far was what was leased. False once it ended or failed."""
         grant = self._grant
-        return grant is not None and time.monotonic() < grant.ends_at and grant.path.intact(grant.runs)
+        if grant is None or time.monotonic() >= grant.ends_at:
+            return False
+        runs = self._all_runs()
+        return not self._lost and grant.session.path.intact(runs)
 
     def release(self, used_tokens: int | None = None) -> None:
         """Give the blocks back; a second call does nothing. `used_tokens`: what was used, else what was copied."""
@@ -167,23 +179,27 @@ class Lease:
         grant = self._granted()
         try:
             self._check_time(grant)
-            array = grant.path.view(self._form, grant.lease, run)
+            array = grant.session.path.view(self._form, grant.lease, run)
         except Failure as failure:
             raise LeaseEndedError(f"the lease has ended ({failure.reason}): {failure}") from failure
         self._used = max(self._used, int(run.blocks[0]) + 1)
         return array
 
-    def _runs(self) -> Sequence[SlotRun]:
-        return self._grant.runs if self._grant is not None else ()
+    def _all_runs(self) -> Sequence[SlotRun]:
+        try:
+            return self._grant.runs(self._form) if self._grant is not None else ()
+        except Failure as failure:
+            self._lose(failure.reason)
+            return ()
 
     def _granted(self) -> Grant:
         if self._grant is None:
             raise LeaseEndedError("the lease has been released" if self.tokens else "the lease holds no block")
         return self._grant
 
-    def _wanted(self, target: KvTensors) -> list[SlotRun]:
+    def _wanted(self, grant: Grant, target: KvTensors) -> list[SlotRun]:
         covered = [target.covers(self._form, part) for part in range(len(self._form.parts))]
-        cut = (run.within(covered[run.part]) for run in self._runs())
+        cut = (run.within(covered[run.part]) for run in grant.runs(self._form))
         return [run for run in cut if run is not None]
 
     def _check_time(self, grant: Grant) -> None:

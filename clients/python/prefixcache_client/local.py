@@ -30,6 +30,7 @@ from prefixcache_client.errors import Unreachable
 from prefixcache_client.framing import ERROR, BadFrame, Frame, FrameBuffer, pack_frame
 from prefixcache_client.reasons import DEADLINE
 from prefixcache_client.transport import refusal
+from prefixcache_offload import mapping as mapping
 from prefixcache_offload.export import receive_descriptors
 
 _RECEIVE_BYTES: Final = 1 << 16
@@ -37,6 +38,7 @@ _MIN_TIMEOUT_S: Final = 0.001
 # How far off, as a share, the receive timeout that the kernel has may be before it is set anew.
 _TIMEOUT_SLACK: Final = 0.1
 _CALL_IDS: Final = (1 << 32) - 1
+_LATE: Final = "the server did not answer in time"
 
 _live: "weakref.WeakSet[LocalTransport]" = weakref.WeakSet()
 
@@ -88,41 +90,45 @@ class LocalTransport:
 
     def call(self, method: int, payload: bytes, timeout_s: float) -> bytes:
         """The answer to `payload`. Raises Unreachable (reason `deadline` after `timeout_s`) or Refused."""
-        deadline = time.monotonic() + timeout_s
-        call = _Call()
         call_id = next(self._ids) & _CALL_IDS
-        self._calls[call_id] = call
-        try:
-            self._send(pack_frame(call_id, method, payload), deadline)
-            frame = self._wait(call, deadline)
-        finally:
-            self._calls.pop(call_id, None)
-            if self._calls and not self._reading.locked():
-                self._promote()
-        if frame.method != method:
+        frame = pack_frame(call_id, method, payload)
+        if self._reading.acquire(False):
+            # With the reader's role in hand before the frame leaves, nobody else can take the answer.
+            try:
+                self._send(frame, timeout_s)
+                answer = self._read_own(call_id, timeout_s)
+            finally:
+                self._reading.release()
+                if self._calls:
+                    self._promote()
+        else:
+            answer = self._call_beside_others(call_id, frame, timeout_s)
+        _, answered, flags, content = answer
+        if answered != method:
             self._end()
             raise Unreachable("the server answered another method than was called", lost=True)
-        if frame.flags & ERROR:
-            raise refusal(frame.payload)
-        return frame.payload
+        if flags & ERROR:
+            raise refusal(content)
+        return content
 
     def post(self, method: int, payload: bytes) -> None:
         """Send `payload` behind everything sent before; its answer is thrown away. Raises Unreachable."""
-        self._send(pack_frame(next(self._ids) & _CALL_IDS, method, payload), time.monotonic() + self._send_timeout_s)
+        self._send(pack_frame(next(self._ids) & _CALL_IDS, method, payload), self._send_timeout_s)
 
     def call_for_descriptors(self, method: int, payload: bytes, timeout_s: float) -> tuple[bytes, list[int]]:
         """As `call`, with the descriptors that came along, which the caller closes. No other call may be under way."""
         deadline = time.monotonic() + timeout_s
         call_id = next(self._ids) & _CALL_IDS
-        self._send(pack_frame(call_id, method, payload), deadline)
+        self._send(pack_frame(call_id, method, payload), timeout_s)
         fds: list[int] = []
         with self._reading:
             frame = self._take_with_descriptors(call_id, deadline, fds)
-        if frame.flags & ERROR:
+        _, _, flags, content = frame
+        if flags & ERROR:
             for fd in fds:
                 os.close(fd)
-            raise refusal(frame.payload)
-        return frame.payload, fds
+            raise refusal(content)
+        return content, fds
 
     def on_lost(self, action: Callable[[], None]) -> None:
         """Have `action` called once when the connection ends; at once if it has."""
@@ -142,10 +148,10 @@ class LocalTransport:
 
     # -- sending and receiving ---------------------------------------------------------------------------------------
 
-    def _send(self, frame: bytes, deadline: float) -> None:
+    def _send(self, frame: bytes, timeout_s: float) -> None:
         if len(frame) > framing.MAX_PAYLOAD_BYTES:
             raise Unreachable("a request over the limit of the local channel", reason="message_too_large")
-        if not self._sending.acquire(False) and not self._sending.acquire(timeout=max(deadline - time.monotonic(), 0)):
+        if not self._sending.acquire(False) and not self._sending.acquire(timeout=timeout_s):
             raise Unreachable("another call could not be sent in time", reason=DEADLINE)
         sent = False
         try:
@@ -162,12 +168,23 @@ class LocalTransport:
             if not sent:
                 self._end()  # also when a signal handler raised in mid-frame
 
-    def _wait(self, call: _Call, deadline: float) -> Frame:
+    def _call_beside_others(self, call_id: int, frame: bytes, timeout_s: float) -> Frame:
+        deadline = time.monotonic() + timeout_s
+        call = _Call()
+        self._calls[call_id] = call
+        try:
+            self._send(frame, timeout_s)
+            return self._wait(call_id, call, deadline)
+        finally:
+            self._calls.pop(call_id, None)
+            if self._calls and not self._reading.locked():
+                self._promote()
+
+    def _wait(self, call_id: int, call: _Call, deadline: float) -> Frame:
         while True:
             if self._reading.acquire(False):
                 try:
-                    if call.frame is None:
-                        self._read_until(call, deadline)
+                    return call.frame or self._read_own(call_id, deadline - time.monotonic())
                 finally:
                     self._reading.release()
             if call.frame is not None:
@@ -176,49 +193,57 @@ class LocalTransport:
                 raise Unreachable("the connection ended before the answer came", lost=True)
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0 or not call.wake.acquire(timeout=remaining_s):
-                raise Unreachable("the server did not answer in time", reason=DEADLINE)
+                raise Unreachable(_LATE, reason=DEADLINE)
 
-    def _read_until(self, call: _Call, deadline: float) -> None:
-        """Receive for everybody until `call` has its answer. The caller holds `_reading`."""
+    def _read_own(self, call_id: int, timeout_s: float) -> Frame:
+        """Receive for everybody until the answer of `call_id` has come. The caller holds `_reading`."""
+        buffer, deadline = self._buffer, 0.0
         try:
             while True:
-                frame = self._buffer.take()
+                frame = buffer.take()
                 if frame is None:
-                    self._receive(deadline)
-                    continue
-                owner = self._calls.get(frame.call_id)
-                if owner is None:
-                    continue
-                owner.frame = frame
-                if owner is call:
-                    return
-                self._wake(owner)
+                    if deadline:
+                        timeout_s = deadline - time.monotonic()
+                    else:
+                        deadline = time.monotonic() + timeout_s
+                    self._bound(timeout_s)
+                    buffer.feed(self._receive())
+                elif frame[0] == call_id:
+                    return frame
+                else:
+                    self._deliver(frame)
         except BadFrame as error:
             self._end()
             raise Unreachable(f"the server does not speak the protocol: {error}", lost=True) from error
 
-    def _receive(self, deadline: float) -> None:
-        self._bound(deadline)
+    def _deliver(self, frame: Frame) -> None:
+        """Give an answer to the thread that waits for it, if one still does."""
+        owner = self._calls.get(frame[0])
+        if owner is not None:
+            owner.frame = frame
+            self._wake(owner)
+
+    def _receive(self) -> bytes:
         try:
             data = self._sock.recv(max(_RECEIVE_BYTES, self._buffer.missing()))
         except BlockingIOError as error:
-            raise Unreachable("the server did not answer in time", reason=DEADLINE) from error
+            raise Unreachable(_LATE, reason=DEADLINE) from error
         except OSError as error:
             self._end()
             raise Unreachable(f"receiving failed: {error}", lost=True) from error
         if not data:
             self._end()
             raise Unreachable("the server closed the connection", lost=True)
-        self._buffer.feed(data)
+        return data
 
     def _take_with_descriptors(self, call_id: int, deadline: float, fds: list[int]) -> Frame:
         try:
             while True:
                 frame = self._buffer.take()
-                if frame is not None and frame.call_id == call_id:
+                if frame is not None and frame[0] == call_id:
                     return frame
                 if frame is None:
-                    self._bound(deadline)
+                    self._bound(deadline - time.monotonic())
                     data, received = receive_descriptors(self._sock, _RECEIVE_BYTES)
                     fds += received
                     if not data:
@@ -230,14 +255,13 @@ class LocalTransport:
                 os.close(fd)
             raise Unreachable(f"descriptors did not come: {error}", lost=True) from error
 
-    def _bound(self, deadline: float) -> None:
-        remaining_s = deadline - time.monotonic()
-        if remaining_s <= 0:
-            raise Unreachable("the server did not answer in time", reason=DEADLINE)
-        # settimeout() would add a poll() to every receive, so the kernel keeps the bound, and is told when it changes.
-        if abs(remaining_s - self._receive_timeout_s) > self._receive_timeout_s * _TIMEOUT_SLACK:
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(remaining_s))
-            self._receive_timeout_s = remaining_s
+    def _bound(self, timeout_s: float) -> None:
+        """Bound the next receive. settimeout() would add a poll() to every one, so the kernel keeps the bound."""
+        if timeout_s <= 0:
+            raise Unreachable(_LATE, reason=DEADLINE)
+        if abs(timeout_s - self._receive_timeout_s) > self._receive_timeout_s * _TIMEOUT_SLACK:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s))
+            self._receive_timeout_s = timeout_s
 
     # -- who reads, and the end --------------------------------------------------------------------------------------
 
@@ -280,7 +304,9 @@ class LocalTransport:
         """Give up the parent's connection in a forked child: no shutdown, which the parent would feel."""
         self._make_locks()
         self._dead = True
-        self._actions = []
+        actions, self._actions = self._actions, []
+        for action in actions:
+            action()
         self._sock.close()
 
 
@@ -291,6 +317,7 @@ def _timeval(seconds: float) -> bytes:
 
 
 def _after_fork_in_child() -> None:
+    # Mappings see to themselves: prefixcache_offload.mapping is imported above, so that its turn comes first.
     for transport in list(_live):
         transport.forget_in_child()
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from prefixcache_client.blocks import BlockFormat
-from prefixcache_client.errors import Failure
+from prefixcache_client.errors import Failure, Unreachable
 from prefixcache_client.pools import MappedPools
 from prefixcache_client.reasons import LEASE_LOST, RESERVATION_EXPIRED
 from prefixcache_client.runs import SlotRun
@@ -44,7 +44,11 @@ class MappedPath:
 
     def load(self, form: BlockFormat, lease: bytes, runs: Sequence[SlotRun], tensors: KvTensors) -> int:
         """See BytePath."""
-        moved = sum(transfer.load(memory, jobs) for memory, jobs in self._plan(form, runs, tensors))
+        try:
+            planned = self._plan(form, runs, tensors)
+        except Unreachable as error:
+            raise Failure(LEASE_LOST, str(error)) from error
+        moved = sum(transfer.load(memory, jobs) for memory, jobs in planned)
         if not self._pools.unchanged(runs):
             raise Failure(LEASE_LOST, "a slot got another owner before its bytes were read")
         return moved

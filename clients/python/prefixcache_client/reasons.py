@@ -11,6 +11,7 @@ from typing import Final
 from prefixcache.v1 import common_pb2
 
 NONE: Final = ""
+NOT_CACHED: Final = "not_cached"
 DEADLINE: Final = "deadline"
 SERVER_UNAVAILABLE: Final = "server_unavailable"
 CIRCUIT_OPEN: Final = "circuit_open"

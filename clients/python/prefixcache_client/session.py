@@ -61,7 +61,8 @@ class Session:
         self.incarnation = opened.incarnation
         self.ttl_s = opened.ttl_ms / 1000
         self.path = path
-        self._namespaces: dict[bytes, int] = {}
+        self.namespaces: dict[bytes, int] = {}
+        """Numbers by fingerprint, of those opened in this session."""
 
     @property
     def alive(self) -> bool:
@@ -70,7 +71,7 @@ class Session:
 
     def namespace_id(self, fingerprint: bytes, form: BlockFormat, label: str, deadline: float) -> int:
         """The namespace's number, opened at first use. Raises Unreachable or Refused."""
-        known = self._namespaces.get(fingerprint)
+        known = self.namespaces.get(fingerprint)
         if known is not None:
             return known
         request = cache_pb2.OpenNamespaceRequest(session=self.session_id, spec=form.spec(fingerprint, label))
@@ -78,12 +79,12 @@ class Session:
         answer = parse(cache_pb2.OpenNamespaceResponse, payload)
         if answer.block_bytes != form.block_bytes:
             raise Refused("namespace_mismatch", f"the server counts {answer.block_bytes} bytes a block", 9)
-        self._namespaces[fingerprint] = answer.namespace_id
+        self.namespaces[fingerprint] = answer.namespace_id
         return answer.namespace_id
 
     def forget_namespaces(self) -> None:
         """Have each namespace opened again at its next use."""
-        self._namespaces.clear()
+        self.namespaces.clear()
 
     def close(self) -> None:
         """End the session: its leases end and its mappings are dropped."""

@@ -12,7 +12,6 @@ It serves the local channel and gRPC. Faults it makes, each switched on by a fie
     refuse       {method: Reason}: these calls are refused
     wrong_bytes  OpenNamespace counts other bytes a block than the client
     lose_session the next call over gRPC finds its session unknown
-    no_local     no local channel is offered
     unsealed     MapPool hands over descriptors that can still shrink
     swap_pieces  the next ReadBlocks sends its pieces in the wrong order
     short_write  WriteBlocks counts that many bytes too few
@@ -62,7 +61,6 @@ class Faults:
     refuse: dict[int, int] = field(default_factory=dict)
     wrong_bytes: bool = False
     lose_session: bool = False
-    no_local: bool = False
     unsealed: bool = False
     swap_pieces: bool = False
     short_write: int = 0
@@ -84,10 +82,13 @@ class RefusedCall(Exception):
 class FakeDaemon:
     """Use it in a `with`. `calls` counts methods; `released`, `aborted`, `committed` list ids."""
 
-    def __init__(self, path: str, pool_bytes: int = 8 << 20, *, writable: bool = True) -> None:
+    def __init__(
+        self, path: str, pool_bytes: int = 8 << 20, *, writable: bool = True, offer_local: bool = True
+    ) -> None:
         self.path = path
         self.pool_bytes = pool_bytes
         self.writable = writable
+        self.offer_local = offer_local
         self.faults = Faults()
         self.calls: dict[int, int] = defaultdict(int)
         self.released: list[tuple[bytes, int, int]] = []
@@ -105,6 +106,7 @@ class FakeDaemon:
         self.pool = HostPool.create(0, self.pool_bytes, SLOT_GRANULE, writable=self.writable)
         self.next_slot = 1
         self.generation = int.from_bytes(os.urandom(4), "little") << 8
+        self.sessions: set[bytes] = set()
         self.specs: dict[int, Any] = {}
         self.blocks: dict[tuple[int, bytes, int], tuple[int, int]] = {}
         self.leases: dict[bytes, list[int]] = {}
@@ -112,7 +114,7 @@ class FakeDaemon:
         self.reservations: dict[bytes, tuple[int, list[tuple[bytes, int, int, int, int]]]] = {}
         self.connections: list[socket.socket] = []
         self.listener: socket.socket | None = None
-        if not self.faults.no_local:
+        if self.offer_local:
             self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.listener.bind(self.path + ".local")
             self.listener.listen(64)
@@ -164,15 +166,24 @@ class FakeDaemon:
             if self.faults.delay_s:
                 threading.Event().wait(self.faults.delay_s)
             try:
-                if self.faults.lose_session and method not in (1, 12):
-                    self.faults.lose_session = False
-                    raise RefusedCall(5, common_pb2.REASON_SESSION_UNKNOWN)
-                return self.handle(method, payload, os.urandom(16))
+                if method == 1:
+                    self.sessions.add(owner := os.urandom(16))
+                    return self.handle(method, payload, owner)
+                self._check_session(method, payload)
+                return self.handle(method, payload, b"")
             except RefusedCall as refused:
                 abort(context, refused)
                 raise
 
         return grpc.unary_unary_rpc_method_handler(answer)
+
+    def _check_session(self, method: int, payload: bytes) -> None:
+        kind, _ = self._actions()[method]
+        if self.faults.lose_session and method != 12:
+            self.faults.lose_session = False
+            self.sessions.clear()
+        if kind.FromString(payload).session not in self.sessions:
+            raise RefusedCall(5, common_pb2.REASON_SESSION_UNKNOWN)
 
     def _read_blocks(self, payload: bytes, context: Any) -> Iterator[bytes]:
         request = cache_pb2.ReadBlocksRequest.FromString(payload)
@@ -245,22 +256,23 @@ class FakeDaemon:
 
     def _answer(self, connection: socket.socket, frame: framing.Frame, owner: bytes) -> bool:
         faults = self.faults
+        call_id, method, _, request = frame
         faults.thaw.wait()
         if faults.delay_s:
             threading.Event().wait(faults.delay_s)
         try:
-            payload, flags = self.handle(frame.method, frame.payload, owner), framing.END
+            payload, flags = self.handle(method, request, owner), framing.END
         except RefusedCall as refused:
             payload, flags = refused.error.SerializeToString(), framing.END | framing.ERROR
-        method = frame.method
+        called = method
         if faults.garbage and method not in (1, 10):
             faults.garbage, payload = False, b"\xff\xff\xff\xff"
         if faults.wrong_method:
             faults.wrong_method, method = False, 99
-        answer = framing.pack_frame(frame.call_id, method, payload, flags)
+        answer = framing.pack_frame(call_id, method, payload, flags)
         try:
-            if frame.method == local_pb2.METHOD_MAP_POOL:
-                self._send_pool(connection, frame.call_id, payload)
+            if called == local_pb2.METHOD_MAP_POOL:
+                self._send_pool(connection, call_id, payload)
             elif faults.truncate:
                 faults.truncate = False
                 connection.sendall(answer[: len(answer) // 2 + 1])

@@ -171,13 +171,17 @@ def test_a_range_outside_the_mapping_is_refused(pool: HostPool) -> None:
             prefault.populate(pool.mapping, start, end)
 
 
-def test_threads_run_at_the_lowest_priority(pool: HostPool) -> None:
-    seen: list[int] = []
+def test_the_first_stretch_is_touched_at_normal_priority_and_the_rest_at_a_low_one(pool: HostPool) -> None:
+    seen: dict[int, int] = {}
     listener = Listener()
-    options = PrefaultOptions(prepare=lambda start, end: seen.append(os.getpriority(os.PRIO_PROCESS, 0)))
+
+    def prepare(start: int, end: int) -> None:
+        seen[start // MIB] = os.getpriority(os.PRIO_PROCESS, 0)
+
     mine = os.getpriority(os.PRIO_PROCESS, 0)
+    options = PrefaultOptions(threads=1, chunk_bytes=6 * MIB, eager_bytes=12 * MIB, prepare=prepare)
     assert listener.start(pool, options).wait(DEADLINE_S) is PrefaultState.DONE
-    assert set(seen) == {19}
+    assert seen == {0: mine, 6: mine, 12: max(mine, 10), 18: max(mine, 10)}
     assert os.getpriority(os.PRIO_PROCESS, 0) == mine
 
 

@@ -1,0 +1,551 @@
+"""One seed: a planner, some workers, random events with faults; everything is checked after every step.
+
+What is checked: `invariants.check`; that memory holds, for every visible part, the bytes committed under its key and
+the generation the table says; that a lookup finds exactly what the published events say is there; that every request
+has exactly one answer; that the planner's sums are those of the answers it gave.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from prefixcache.core import invariants
+from prefixcache.core.commands import (
+    Acquired,
+    Change,
+    Command,
+    Committed,
+    ComputeChecksum,
+    CopySlots,
+    LeaseEnded,
+    Published,
+    Refused,
+    Released,
+    Reply,
+    ReservationEnded,
+    Reserved,
+    SetGenerations,
+    SnapshotTaken,
+    VerifyParts,
+)
+from prefixcache.core.events import (
+    AbortRequested,
+    AcquireRequested,
+    CapacityReady,
+    ClearRequested,
+    CommitRequested,
+    Coverage,
+    DrainStarted,
+    Event,
+    LeaseReleased,
+    LeaseRenewed,
+    LookupRequested,
+    NamespaceOpened,
+    PartFailedVerification,
+    ProcessExited,
+    ReserveRequested,
+    SessionEnded,
+    SessionOpened,
+    SnapshotRequested,
+    SnapshotRestored,
+    TimePassed,
+)
+from prefixcache.core.ids import HOST_POOL, ID_BYTES, KEY_BYTES, NO_SLOT, GroupKind, NamespaceKind, Rows
+from prefixcache.core.namespaces import Namespace
+from prefixcache.core.planner import Planner
+from prefixcache.core.radix import VISIBLE, subtree
+from prefixcache.core.reasons import Refusal
+from prefixcache.core.spec import GroupSpec, Limits, NamespaceSpec, PartSpec, PlannerConfig, PoolSpec
+from prefixcache.core.table import UNVERIFIED
+from tests.sim.fakes import HEADS, ROTTEN, Executor, Memory, SimError
+from tests.sim.nonsense import Nonsense
+from tests.sim.workers import Prompt, Reading, Worker, Writing
+
+GRANULE = 4096
+TOKENS = 4
+FULL = GroupSpec(GroupKind.FULL)
+SPECS = (
+    NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, HEADS, GRANULE),)),
+    NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, HEADS, 2 * GRANULE), PartSpec(0, HEADS, GRANULE))),
+    NamespaceSpec(
+        TOKENS,
+        (FULL, GroupSpec(GroupKind.SLIDING, 2 * TOKENS), GroupSpec(GroupKind.STATE)),
+        (PartSpec(0, HEADS, GRANULE), PartSpec(1, HEADS, 2 * GRANULE), PartSpec(2, HEADS, GRANULE)),
+    ),
+    NamespaceSpec(TOKENS, (GroupSpec(GroupKind.SLIDING, 2 * TOKENS),), (PartSpec(0, HEADS, GRANULE),)),
+    NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, HEADS, GRANULE),), NamespaceKind.FOREIGN),
+)
+STEPS = 60
+
+
+def chain(letters: str) -> bytes:
+    """Packed keys of a prompt given as letters, one a block."""
+    key = b"root"
+    keys = []
+    for letter in letters:
+        key = hashlib.sha256(key + letter.encode()).digest()
+        keys.append(key)
+    return b"".join(keys)
+
+
+class Simulator:
+    """`run()` raises SimError or InvariantError if anything is wrong; `log` tells what happened."""
+
+    def __init__(self, seed: int, make_planner: Callable[[PlannerConfig], Planner] = Planner) -> None:
+        self.rng = random.Random(seed)
+        self.make_planner = make_planner
+        self.memory = Memory()
+        self.executor = Executor(self.memory, self.rng)
+        self.now = 0.0
+        self.history: list[tuple[float, Event, list[Command]]] = []
+        self.dirty = True
+        self.next_id = 0
+        self.workers: list[Worker] = []
+        self.visible: dict[int, set[bytes]] = {}
+        self.sums: Counter[str] = Counter()
+        self.waiting: dict[bytes, tuple[Worker, Prompt, AcquireRequested]] = {}
+        chosen = self.rng.sample(range(len(SPECS)), self.rng.choice((1, 2, 2, 3)))
+        self.specs = {number: SPECS[number] for number in chosen}
+        self.checksum = self.rng.random() < 0.5
+        # Each seed has its own temper, or nothing would ever live long enough to be hit.
+        self.trouble = self.rng.choice((0.05, 0.15, 0.5))
+        self.diligence = self.rng.choice((0.2, 0.6, 0.9))
+        self.slabs = self.rng.randint(2, 6)
+        self.config = self._config(1)
+        self.planner = make_planner(self.config)
+        self.nonsense = Nonsense(self)
+        self._open_namespaces()
+
+    @property
+    def log(self) -> list[str]:
+        """What happened, a line per event and command."""
+        lines = []
+        for at, event, commands in self.history:
+            lines.append(f"{at:8.1f} {_short(event)}")
+            lines += [f"         -> {_short(command)}" for command in commands]
+        return lines
+
+    def run(self, steps: int = STEPS) -> None:
+        for _ in range(steps):
+            self.step()
+        self.finish()
+
+    def step(self) -> None:
+        choice = self.rng.random()
+        if choice < 0.66:
+            self.act()
+        elif choice < 0.85:
+            self.executes()
+        elif self.rng.random() < self.trouble:
+            self.rng.choice((self.rare, self.passes, self.talk_nonsense))()
+        else:
+            self.rng.choice((self.look_up, self.act))()
+        self.check()
+
+    def finish(self) -> None:
+        """Everybody goes; then nothing may be left over."""
+        for job in list(self.executor.jobs):
+            while job in self.executor.jobs:
+                self.executes()
+        for worker in self.workers:
+            self.send(ProcessExited(worker.session))
+        self.workers.clear()
+        self.send(TimePassed())
+        self.check()
+        state = self.planner.state
+        if state.leases or state.reservations or state.sessions or self.planner.mover.held_slots().size:
+            raise SimError("something outlived everybody")
+        if state.stats.tokens.pending or self.waiting:
+            raise SimError("somebody still waits")
+        self.send(ClearRequested())
+        self.check()
+        if state.host.used_bytes:
+            raise SimError("slots leaked")
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def act(self) -> None:
+        """Some worker does something."""
+        alive = [worker for worker in self.workers if not worker.dead]
+        if not alive or (len(alive) < 3 and self.rng.random() < 0.1):
+            self.open_session()
+            return
+        worker = self.rng.choice(alive)
+        choices: list[Callable[[Worker], None]] = []
+        if not worker.gone:
+            choices += [self.acquire, self.acquire, self.reserve, self.reserve]
+        if worker.readings:
+            choices += [self.read, self.read]
+        if worker.writings:
+            choices += [self.write] * 6
+        if choices:
+            self.rng.choice(choices)(worker)
+
+    def executes(self) -> None:
+        event = self.executor.step()
+        if event is not None:
+            self.send(event)
+
+    def passes(self) -> None:
+        self.now += self.rng.choice((0.1, 0.5, 1.0, 3.0))
+        if self.rng.random() < 0.7:
+            self.send(TimePassed())
+
+    def rare(self) -> None:
+        choice = self.rng.random()
+        if choice < 0.35 and self.workers:
+            self.session_trouble(self.rng.choice(self.workers))
+        elif choice < 0.5:
+            number = self.rng.choice(list(self.specs))
+            prompt = self.prompt(number)
+            keys = self.rng.choice((None, prompt.keys, prompt.keys))
+            self.send(ClearRequested(self.rng.choice((None, number)) if keys is None else number, keys))
+        elif choice < 0.6:
+            self.send(CapacityReady(HOST_POOL, self.rng.randint(0, self.slabs * 4) * GRANULE))
+        elif choice < 0.75:
+            self.fail_part()
+        else:
+            self.restart()
+
+    def talk_nonsense(self) -> None:
+        """What no good client sends, and what good clients send twice."""
+        self.nonsense.send_some()
+
+    # -- sessions ------------------------------------------------------------------------------------------------
+
+    def open_session(self) -> None:
+        worker = Worker(self.new_id(), self.rng.random() < 0.75)
+        self.workers.append(worker)
+        self.send(SessionOpened(worker.session, worker.can_map))
+
+    def session_trouble(self, worker: Worker) -> None:
+        """TTL over while it lives on, killed without a word, or its exit noticed."""
+        choice = self.rng.random()
+        if choice < 0.4 and not worker.gone:
+            worker.gone = True
+            self.send(SessionEnded(worker.session))
+        elif choice < 0.7:
+            worker.dead = True
+        if worker.dead and self.rng.random() < 0.5:
+            worker.gone = True
+            self.workers.remove(worker)
+            self.send(ProcessExited(worker.session))
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def acquire(self, worker: Worker) -> None:
+        prompt = self.prompt()
+        lease = self.new_id()
+        from_block = self.rng.choice((0, 0, 0, self.rng.randint(0, prompt.blocks)))
+        limit = self.rng.choice((None, None, None, 2))
+        total = prompt.blocks * TOKENS + self.rng.randint(0, TOKENS - 1)
+        event = AcquireRequested(
+            worker.session, lease, prompt.namespace, prompt.keys, from_block, total, self.rng.choice((0.5, 5.0)), limit
+        )
+        self.waiting[lease] = (worker, prompt, event)
+        self.send(event)
+
+    def acquired(self, reply: Acquired) -> None:
+        if reply.lease not in self.waiting:
+            raise SimError("an Acquire was answered twice")
+        worker, prompt, event = self.waiting.pop(reply.lease)
+        self.sums["looked_up"] += event.prompt_tokens - event.from_block * TOKENS
+        self.check_planned(prompt, event, reply)
+        if reply.planned_blocks:
+            reading = Reading(prompt, reply)
+            reading.copy(self.memory)
+            reading.compare(self.memory)
+            worker.readings[reply.lease] = Reading(prompt, reply)
+
+    def check_planned(self, prompt: Prompt, event: AcquireRequested, reply: Acquired) -> None:
+        """Exactly what the published events say is there, where every block has all its parts."""
+        spec = self.specs[prompt.namespace]
+        visible = self.visible[prompt.namespace]
+        present = [prompt.key(block) in visible for block in range(prompt.blocks)]
+        limit = prompt.blocks if event.max_blocks is None else event.max_blocks
+        if spec.kind is NamespaceKind.FOREIGN:
+            expected = min(sum(present[event.from_block :]), limit)
+        else:
+            leading = present.index(False) if False in present else len(present)
+            expected = max(0, min(leading - event.from_block, limit))
+        if all(group.kind is GroupKind.FULL for group in spec.groups):
+            if reply.planned_blocks != expected:
+                raise SimError(f"{reply.planned_blocks} blocks planned, {expected} are there")
+        elif self._has_full(prompt.namespace) and reply.planned_blocks > expected:
+            raise SimError(f"{reply.planned_blocks} blocks planned, only {expected} are there")
+        end = event.from_block + reply.planned_blocks
+        if reply.planned_blocks and spec.kind is NamespaceKind.TOKENS:
+            self.check_runs(spec, reply, event.from_block, end)
+
+    def check_runs(self, spec: NamespaceSpec, reply: Acquired, start: int, end: int) -> None:
+        got = {run.part: (run.first_block, run.first_block + len(run.slots)) for run in reply.runs}
+        windows = {GroupKind.FULL: end, GroupKind.SLIDING: 2, GroupKind.STATE: 1}
+        for part, each in enumerate(spec.parts):
+            needed = max(start, end - windows[spec.groups[each.group].kind])
+            if got.get(part) != (needed, end):
+                raise SimError(f"part {part}: blocks {got.get(part)} instead of {(needed, end)}")
+
+    def read(self, worker: Worker) -> None:
+        lease, reading = self.rng.choice(list(worker.readings.items()))
+        choice = self.rng.random()
+        if choice < 0.4:
+            reading.copy(self.memory)
+        elif choice < 0.55:
+            self.send(LeaseRenewed(worker.session, lease, 2.0))
+        else:
+            fine = reading.compare(self.memory)
+            used = self.rng.choice((None, reading.reply.planned_blocks, 1)) if fine else 0
+            del worker.readings[lease]
+            self.send(LeaseReleased(worker.session, lease, used))
+
+    def look_up(self) -> None:
+        prompt = self.prompt()
+        self.send(LookupRequested(prompt.namespace, prompt.keys))
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def reserve(self, worker: Worker) -> None:
+        prompt = self.prompt()
+        from_block = self.rng.choice((0, 0, 0, self.rng.randint(0, prompt.blocks)))
+        mask = self.rng.choice(((1 << 64) - 1, (1 << 64) - 1, 0b011, 0b101, 0b110))
+        ttl_s = self.rng.choice((1.0, 6.0))
+        event = ReserveRequested(
+            worker.session, self.new_id(), prompt.namespace, prompt.keys, from_block, ttl_s, prompt.parents, mask
+        )
+        replies = self.send(event)
+        reply = next((each for each in replies if isinstance(each, Reserved)), None)
+        if reply is None:
+            return
+        blocks = reply.blocks.tolist()
+        if blocks != sorted(set(blocks)) or any(not from_block <= block < prompt.blocks for block in blocks):
+            raise SimError("blocks granted that were not asked for")
+        if len(blocks) + sum(reply.skipped.values()) != prompt.blocks - from_block:
+            raise SimError("a block neither granted nor skipped with a reason")
+        if blocks:
+            writing = Writing(prompt, reply)
+            writing.plan()
+            worker.writings[event.reservation] = writing
+
+    def write(self, worker: Worker) -> None:
+        """One step of a writer. One that maps the pool does not look whether it still may; it cannot."""
+        name, writing = self.rng.choice(list(worker.writings.items()))
+        if self.now < writing.stopped_until:
+            return
+        if writing.over and not worker.can_map:
+            del worker.writings[name]  # the daemon wrote for it, and knows
+            return
+        choice = self.rng.random()
+        if self.rng.random() < self.diligence:
+            for piece in list(writing.todo):
+                writing.write(self.memory, piece)
+            self.commit(worker, name, writing)
+            return
+        if writing.todo and choice < 0.75:
+            for piece in self.rng.sample(writing.todo, min(len(writing.todo), self.rng.choice((1, 2, 99)))):
+                writing.write(self.memory, piece)
+        elif choice < 0.8:
+            writing.stopped_until = self.now + self.rng.choice((1.0, 8.0))
+        elif choice < 0.85:
+            del worker.writings[name]
+            self.send(AbortRequested(worker.session, name))
+        else:
+            self.commit(worker, name, writing)
+
+    def commit(self, worker: Worker, name: bytes, writing: Writing) -> None:
+        told = writing.done[writing.told :]
+        coverage = tuple(
+            Coverage(int(writing.reply.blocks[entry]), 1, part, heads.start, len(heads)) for entry, part, heads in told
+        )
+        more = bool(writing.todo) and self.rng.random() < 0.8
+        whole = not writing.todo and self.rng.random() < 0.5
+        event = CommitRequested(worker.session, name, None if whole else coverage, more=more)
+        writing.told = len(writing.done)
+        for reply in self.send(event):
+            if isinstance(reply, Committed):
+                if reply.open_blocks and not more:
+                    raise SimError("a commit ended with open blocks")
+                if not more and writing.todo and reply.stored:
+                    raise SimError("a half-filled reservation was committed")
+                if not more:
+                    worker.writings.pop(name, None)
+            elif isinstance(reply, Refused) and reply.reason is not Refusal.RESERVATION_INCOMPLETE and not more:
+                worker.writings.pop(name, None)
+
+    # -- rare things ---------------------------------------------------------------------------------------------
+
+    def fail_part(self) -> None:
+        """Somebody found wrong bytes (or thinks so)."""
+        space = self.rng.choice(list(self.planner.state.namespaces.values()))
+        nodes = [node for node in subtree(space.tree.root) if node.state == VISIBLE and node.count]
+        if nodes:
+            row = int(self.rng.choice(self.rng.choice(nodes).row_array().tolist()))
+            part = self.rng.randrange(len(space.strides))
+            generation = int(space.table.parts[part].generations[row])
+            self.send(PartFailedVerification(space.number, part, row, generation))
+
+    def restart(self) -> None:
+        """A clean drain, a snapshot, and a new planner over the same bytes, some of which rotted."""
+        self.send(DrainStarted())
+        for worker in self.workers:
+            self.send(ProcessExited(worker.session))
+        self.workers.clear()
+        taken = next(each for each in self.send(SnapshotRequested()) if isinstance(each, SnapshotTaken))
+        self.executor.jobs.clear()
+        self.waiting.clear()
+        self.sums.clear()
+        for slot in list(self.memory.heads):
+            if self.rng.random() < 0.1:
+                self.memory.heads[slot][0] = ROTTEN
+        self.config = self._config(int(taken.snapshot["generation"]))
+        self.planner = self.make_planner(self.config)
+        self.visible = {number: set() for number in self.specs}
+        self.send(SnapshotRestored(taken.snapshot))
+        self._open_namespaces()
+
+    # -- plumbing ------------------------------------------------------------------------------------------------
+
+    def send(self, event: Event) -> list[Command]:
+        """Hands an event to the planner and does what it answers."""
+        self.dirty = True
+        commands: list[Command] = []
+        self.history.append((self.now, event, commands))
+        commands += self.planner.handle(event, self.now)
+        replies = 0
+        for command in commands:
+            self._do(command)
+            replies += isinstance(command, Reply)
+        held = any(isinstance(command, VerifyParts) for command in commands)
+        asked = type(event).__name__.endswith("Requested")
+        if asked and replies + held < 1:
+            raise SimError(f"no answer to {type(event).__name__}")
+        return commands
+
+    def _do(self, command: Command) -> None:
+        if isinstance(command, SetGenerations):
+            self.executor.set_generations(command)
+        elif isinstance(command, (CopySlots, ComputeChecksum, VerifyParts)):
+            self.executor.begin(command)
+        elif isinstance(command, Acquired):
+            self.acquired(command)
+        elif isinstance(command, Refused):
+            self.waiting.pop(command.subject, None)
+        elif isinstance(command, Published):
+            self._publish(command)
+        elif isinstance(command, Released):
+            self.sums["hit"] += command.hit_tokens
+        elif isinstance(command, LeaseEnded):
+            for worker in self.workers:
+                if command.lease in worker.readings:
+                    worker.readings[command.lease].over = True
+        elif isinstance(command, ReservationEnded):
+            for worker in self.workers:
+                if command.reservation in worker.writings:
+                    worker.writings[command.reservation].over = True
+
+    def _publish(self, event: Published) -> None:
+        visible = self.visible[event.namespace]
+        keys = {event.keys[at : at + KEY_BYTES] for at in range(0, len(event.keys), KEY_BYTES)}
+        if event.change is Change.STORED:
+            if event.parent and event.parent not in visible and self._has_full(event.namespace):
+                raise SimError("stored below a parent that is not there")
+            visible |= keys
+        elif event.change is Change.REMOVED:
+            if not keys <= visible:
+                raise SimError("removed what was not there")
+            visible -= keys
+        else:
+            # A subtree left: what it held is read off the tree, which `check` compares with everything else.
+            self.visible[event.namespace] &= self._stored_keys(event.namespace)
+
+    def _has_full(self, namespace: int) -> bool:
+        return any(group.kind is GroupKind.FULL for group in self.specs[namespace].groups)
+
+    def check(self) -> None:
+        """Everything, if anything happened to the planner or to memory."""
+        if not self.dirty and not self.memory.dirty:
+            return
+        if self.dirty:
+            invariants.check(self.planner)
+        self.dirty = self.memory.dirty = False
+        state = self.planner.state
+        for space in state.namespaces.values():
+            for rows, keys in self._nodes(space):
+                self._check_bytes(space, rows.tolist(), keys)
+            if self._stored_keys(space.number) != self.visible[space.number]:
+                raise SimError("published events and tree differ")
+        tokens = state.stats.tokens
+        if tokens.looked_up != self.sums["looked_up"] or sum(tokens.hit) != self.sums["hit"]:
+            raise SimError("the planner's sums are not those of its answers")
+
+    def _nodes(self, space: Namespace) -> Iterator[tuple[Rows, list[bytes]]]:
+        """Rows and keys of every visible node."""
+        for node in subtree(space.tree.root):
+            if node.state == VISIBLE and node.parent is not None:
+                yield node.row_array(), [node.edge[at : at + KEY_BYTES] for at in range(0, len(node.edge), KEY_BYTES)]
+
+    def _stored_keys(self, number: int) -> set[bytes]:
+        space = self.planner.state.namespaces[number]
+        stored: set[bytes] = set()
+        for rows, keys in self._nodes(space):
+            stored.update(key for key, here in zip(keys, space.any_part(rows).tolist(), strict=True) if here)
+        return stored
+
+    def _check_bytes(self, space: Namespace, rows: list[int], keys: list[bytes]) -> None:
+        """Every stored, trusted part holds the bytes of its key, under the generation the table says."""
+        for part, column in enumerate(space.table.parts):
+            slots, generations, flags = column.slots[rows], column.generations[rows], column.flags[rows]
+            for slot, generation, flag, key in zip(slots.tolist(), generations.tolist(), flags.tolist(), keys, strict=True):
+                if slot == NO_SLOT or flag & UNVERIFIED:
+                    continue
+                expected = ((space.number, key, part),) * HEADS
+                if self.memory.read(slot) != expected:
+                    raise SimError(f"slot {slot} holds {self.memory.read(slot)} instead of {expected}")
+                if self.memory.generation(slot) != generation:
+                    raise SimError(f"slot {slot}: the control page and the table differ")
+
+    def prompt(self, namespace: int | None = None) -> Prompt:
+        number = self.rng.choice(list(self.specs)) if namespace is None else namespace
+        letters = "".join(self.rng.choice("aaaaab") for _ in range(self.rng.choice((1, 2, 3, 4, 4, 4, 6))))
+        keys = chain(letters)
+        parents = None
+        if self.specs[number].kind is NamespaceKind.FOREIGN and self.rng.random() < 0.7:
+            parents = bytes(KEY_BYTES) + keys[:-KEY_BYTES]
+        return Prompt(number, keys, parents)
+
+    def new_id(self) -> bytes:
+        self.next_id += 1
+        return self.next_id.to_bytes(16, "big")
+
+    def _config(self, generation: int) -> PlannerConfig:
+        size = self.slabs * 4 * GRANULE - self.rng.choice((0, 0, GRANULE))
+        if hasattr(self, "config"):
+            size = self.config.pools[0].size_bytes
+        ready = None if hasattr(self, "config") else self.rng.choice((None, None, size // GRANULE // 2 * GRANULE))
+        limits = Limits(recent_ends=4, max_bare_blocks=24, max_parked=2)
+        pool = PoolSpec(size, 4 * GRANULE)
+        return PlannerConfig((pool,), generation, ready, publish=True, checksum=self.checksum, limits=limits)
+
+    def _open_namespaces(self) -> None:
+        for number, spec in self.specs.items():
+            self.visible.setdefault(number, set())
+            self.send(NamespaceOpened(number, number.to_bytes(32, "big"), spec))
+
+
+def _short(thing: object) -> str:
+    """One line; keys and ids by their first bytes, arrays as lists."""
+    if isinstance(thing, bytes):
+        return thing[:3].hex() + f"~{len(thing)}" if len(thing) > ID_BYTES else thing.lstrip(b"\0").hex()
+    if isinstance(thing, np.ndarray):
+        return str(thing.tolist())
+    if isinstance(thing, (tuple, list)):
+        return "[" + ", ".join(_short(each) for each in thing) + "]"
+    if dataclasses.is_dataclass(thing):
+        fields = (f"{field.name}={_short(getattr(thing, field.name))}" for field in dataclasses.fields(thing))
+        return f"{type(thing).__name__}({', '.join(fields)})"
+    return str(thing)[:200]

@@ -1,0 +1,93 @@
+"""Workers: what each remembers of its leases and reservations. They know what any client knows, nothing of the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from prefixcache.core.commands import Acquired, Reserved
+from prefixcache.core.ids import KEY_BYTES, NO_SLOT
+from tests.sim.fakes import HEADS, Memory, SimError, Tag
+
+
+@dataclass
+class Prompt:
+    """A namespace and the keys of a prompt in it."""
+
+    namespace: int
+    keys: bytes
+    parents: bytes | None = None
+
+    def key(self, block: int) -> bytes:
+        return self.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES]
+
+    @property
+    def blocks(self) -> int:
+        return len(self.keys) // KEY_BYTES
+
+
+@dataclass
+class Reading:
+    """A lease: first the bytes are copied, later their generations compared."""
+
+    prompt: Prompt
+    reply: Acquired
+    copied: list[tuple[int, int, Tag, tuple[Tag | None, ...]]] | None = None  # slot, generation, expected, bytes
+    over: bool = False  # the planner ended it
+
+    def copy(self, memory: Memory) -> None:
+        self.copied = [
+            (slot, generation, (self.prompt.namespace, self.prompt.key(run.first_block + place), run.part), memory.read(slot))
+            for run in self.reply.runs
+            for place, (slot, generation) in enumerate(zip(run.slots.tolist(), run.generations.tolist(), strict=True))
+        ]
+
+    def compare(self, memory: Memory) -> bool:
+        """Whether what was copied may be used; raises if that would be wrong bytes or a broken promise."""
+        fine = True
+        for slot, generation, expected, content in self.copied or ():
+            if memory.generation(slot) != generation:
+                if not self.over:
+                    raise SimError(f"slot {slot} got another owner under a live lease")
+                fine = False
+            elif content != (expected,) * HEADS:
+                raise SimError(f"wrong bytes in slot {slot}: {content} instead of {expected}")
+        return fine
+
+
+@dataclass
+class Writing:
+    """A reservation: pieces (entry, part, heads) still to be written, in any order."""
+
+    prompt: Prompt
+    reply: Reserved
+    todo: list[tuple[int, int, range]] = field(default_factory=list)
+    done: list[tuple[int, int, range]] = field(default_factory=list)
+    told: int = 0  # how many of `done` were committed
+    over: bool = False  # the planner ended it
+    stopped_until: float = 0.0
+
+    def plan(self) -> None:
+        for grant in self.reply.grants:
+            for entry, slot in enumerate(grant.slots.tolist()):
+                if slot != NO_SLOT:
+                    self.todo += [(entry, grant.part, range(head, head + 1)) for head in range(HEADS)]
+
+    def write(self, memory: Memory, piece: tuple[int, int, range]) -> None:
+        entry, part, heads = piece
+        slots = next(grant.slots for grant in self.reply.grants if grant.part == part)
+        tag = (self.prompt.namespace, self.prompt.key(int(self.reply.blocks[entry])), part)
+        memory.write(int(slots[entry]), heads, tag)
+        self.todo.remove(piece)
+        self.done.append(piece)
+
+
+@dataclass
+class Worker:
+    """One process. `dead`: killed, the planner may not know yet. `gone`: its session ended in the planner."""
+
+    session: bytes
+    can_map: bool
+    readings: dict[bytes, Reading] = field(default_factory=dict)
+    writings: dict[bytes, Writing] = field(default_factory=dict)
+    dead: bool = False
+    gone: bool = False

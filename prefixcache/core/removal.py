@@ -89,7 +89,7 @@ class Remover:
         return gone, sum(below.count for below in subtree(limbo))
 
     def _hide(self, space: Namespace, node: Node) -> list[Node]:
-        """Makes the visible nodes of an unlinked subtree detached (they are answered, parents first); drops the rest."""
+        """Makes the visible nodes of an unlinked subtree detached (answers them, parents first); drops the rest."""
         hidden: list[Node] = []
         for below in list(subtree(node)):
             if below.state == VISIBLE:

@@ -68,9 +68,8 @@ from tests.sim.workers import Prompt, Reading, Worker, Writing
 class Simulator:
     """`run()` raises SimError or InvariantError if anything is wrong; `log` tells what happened."""
 
-    def __init__(self, seed: int, make_planner: Callable[[PlannerConfig], Planner] = Planner) -> None:
-        self.rng = random.Random(seed)
-        self.make_planner = make_planner
+    def __init__(self, seed: int | random.Random) -> None:
+        self.rng = random.Random(seed) if isinstance(seed, int) else seed
         self.memory = Memory()
         self.executor = Executor(self.memory, self.rng)
         self.now = 0.0
@@ -91,7 +90,7 @@ class Simulator:
         self.diligence = self.rng.choice((0.2, 0.6, 0.9))
         self.slabs = self.rng.randint(2, 6)
         self.config = self._config(1)
-        self.planner = make_planner(self.config)
+        self.planner = Planner(self.config)
         self.nonsense = Nonsense(self)
         self._open_namespaces()
 
@@ -224,7 +223,8 @@ class Simulator:
             raise SimError("an Acquire was answered twice")
         worker, prompt, event = self.waiting.pop(reply.lease)
         self.sums["looked_up"] += event.prompt_tokens - event.from_block * TOKENS
-        audit.check_planned(self.specs[prompt.namespace], self.visible[prompt.namespace], prompt, event, reply)
+        space = self.planner.state.namespaces[prompt.namespace]
+        audit.check_planned(space, self.visible[prompt.namespace], prompt, event, reply)
         if reply.planned_blocks:
             reading = Reading(prompt, reply)
             reading.copy(self.memory)
@@ -343,7 +343,7 @@ class Simulator:
             if self.rng.random() < 0.1:
                 self.memory.heads[slot][0] = ROTTEN
         self.config = self._config(int(taken.snapshot["generation"]))
-        self.planner = self.make_planner(self.config)
+        self.planner = Planner(self.config)
         self.visible = {number: set() for number in self.specs}
         self.send(SnapshotRestored(taken.snapshot))
         self._open_namespaces()

@@ -227,4 +227,3 @@ class Acquiring:
 def _node_at(path: Path, end: int) -> Node:
     """The node in which the first `end` blocks (at least one) of a path end."""
     return next(node for node in reversed(path.nodes) if node.start < end)
-

@@ -32,18 +32,22 @@ class CacheCalls:
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
         self._owner = shell.owner
+        self._lock = shell.owner.lock
         self._holdings = shell.holdings
+        self._namespaces = shell.namespaces
+        self._lease_ttl = shell.config.lease_ttl
+        self._lease_ttl_max = shell.config.lease_ttl_max
 
     def acquire(self, session: Session, request: pb.AcquireRequest) -> pb.AcquireResponse | Future[Any]:
         """One lookup of one prompt, pinned."""
         number = request.namespace_id
-        namespace = self._shell.namespaces.get(number) or self._shell.namespace(number)
+        namespace = self._namespaces.get(number) or self._shell.namespace(number)
         keys = request.keys
         if not keys or len(keys) % KEY_BYTES or request.tokens:
             keys = self._keys(session, request, allow_none=request.prompt_tokens > 0)
         event = self._acquire_event(session, request, keys, namespace.spec.block_tokens)
         tail = keys[-KEY_BYTES:]
-        with self._owner.lock:
+        with self._lock:
             reply = self._owner.acquire(event)
             if type(reply) is c.Acquired:
                 return self._granted(session, namespace, tail, reply)
@@ -56,7 +60,7 @@ class CacheCalls:
     ) -> e.AcquireRequested:
         if self._shell.draining:
             raise _draining()
-        config, first, most = self._shell.config, request.from_block, request.max_blocks
+        first, most, ttl_ms = request.from_block, request.max_blocks, request.ttl_ms
         return e.AcquireRequested(
             session.id,
             request.lease,
@@ -64,7 +68,7 @@ class CacheCalls:
             keys,
             first,
             request.prompt_tokens or _prompt_tokens(request, keys, block_tokens),
-            granted_ttl(request.ttl_ms, config.lease_ttl, config.lease_ttl_max),
+            granted_ttl(ttl_ms, self._lease_ttl, self._lease_ttl_max) if ttl_ms else self._lease_ttl,
             max(most - first, 0) if most else None,
         )
 
@@ -92,9 +96,12 @@ class CacheCalls:
             add = response.runs.add
             for run in reply.runs:
                 message = add()
-                message.part = run.part
-                message.pool = run.pool
-                message.first_block = run.first_block
+                if run.part:
+                    message.part = run.part
+                if run.pool:
+                    message.pool = run.pool
+                if run.first_block:
+                    message.first_block = run.first_block
                 message.slots = run.slots.tobytes()
                 message.generations = run.generations.tobytes()
         if reply.present is not None:
@@ -206,7 +213,11 @@ class CacheCalls:
             return keys
         if not tokens:
             raise CallError(common.REASON_BAD_KEYS, "neither keys nor tokens are given")
-        namespace = self._shell.namespace(number or request.namespace_id)
+        return self._hashed(session, tokens, number or request.namespace_id)
+
+    def _hashed(self, session: Session | None, tokens: bytes, number: int) -> bytes:
+        """The keys of raw tokens. Raises CallError where this session gave no root key, or there are too many."""
+        namespace = self._shell.namespace(number)
         root = session.root_keys.get(namespace.number) if session is not None else None
         if root is None:
             raise CallError(

@@ -72,12 +72,11 @@ class Owner:
             return self._handle(event)
 
     def acquire(self, event: e.AcquireRequested) -> Reply:
-        """Handle an acquire; a future where its bytes must be verified first (resolved inside the lock)."""
-        with self._lock:
-            reply = self._handle(event)
-            if reply is not None:
-                return reply
-            return self._waiters.setdefault(event.lease, Future())
+        """Handle an acquire; a future where its bytes must be verified first. Call it with `lock` held."""
+        reply = self._handle(event)
+        if reply is not None:
+            return reply
+        return self._waiters.setdefault(event.lease, Future())
 
     def hold_time(self) -> float:
         """Stop the planner's time for one short write into a slot; call it with `lock` held, then `let_time_pass`."""

@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prefixcache.server.app import Daemon
 from prefixcache.v1 import admin_pb2, cache_pb2
 from prefixcache.v1 import common_pb2 as common
-from tests.contract.conftest import BLOCK_TOKENS, Worker, new_id, new_keys, start_daemon
+from tests.contract.conftest import BLOCK_TOKENS, Worker, new_id, new_keys, start_daemon, stop_daemon
 from tests.contract.drivers import Failure, LocalDriver, grpc_failure, raw
 from tests.e2e.processes import wait_until
 
@@ -109,7 +109,7 @@ def test_every_rpc_of_the_contract_is_answered(tmp_path: Path) -> None:
         outcomes = {path: outcome(channel, path) for path in paths}
     assert [path for path, (code, reason) in outcomes.items() if code == 12 and reason == 0] == []
     assert daemon.shell.draining
-    daemon.stop()
+    stop_daemon(daemon)
 
 
 def outcome(channel: grpc.Channel, path: str) -> tuple[int, int]:
@@ -134,7 +134,7 @@ def test_drain_waits_for_what_runs_and_can_end_the_server(tmp_path: Path) -> Non
         answer = admin(channel, "Drain", admin_pb2.DrainRequest(shutdown=True))
         assert (answer.leases, answer.reservations) == (0, 0)
     assert daemon.stopping.is_set()
-    daemon.stop()
+    stop_daemon(daemon)
 
 
 def test_evict_drops_a_subtree_a_namespace_and_everything(daemon: Daemon, channel: grpc.Channel) -> None:
@@ -158,6 +158,16 @@ def test_describe_prefix_tells_where_blocks_lie(daemon: Daemon, channel: grpc.Ch
     assert (answer.block_tokens, answer.tokens) == (BLOCK_TOKENS, 4 * BLOCK_TOKENS)
     assert answer.tiers.host == 3 * BLOCK_TOKENS
     assert [list(block.tiers) for block in answer.blocks] == [[common.TIER_HOST]] * 3
+    assert [block.leases for block in answer.blocks] == [0, 0, 0]
+    worker.acquire(keys[:64])
+    worker.acquire(keys)
+    answer = admin(channel, "DescribePrefix", request)
+    assert [block.leases for block in answer.blocks] == [2, 2, 1]
+
+    def is_idle() -> bool:
+        return all(block.idle_s > 0.2 for block in admin(channel, "DescribePrefix", request).blocks)
+
+    assert wait_until(is_idle)
     assert answer.stop == common.REASON_NOT_CACHED
     unknown = admin_pb2.DescribePrefixRequest(fingerprint=bytes(32), keys=keys)
     with pytest.raises(Failure) as refused:

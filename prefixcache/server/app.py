@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 
 _BEAT_LIMIT_S: Final = 5.0
 _GRACE_S: Final = 1.0
+# How long a busy thread may keep the interpreter from one that has just got a request. With Python's 5 ms, an acquire
+# on the local channel beside a ReadBlocks stream took 187 us p50 and 2.7 ms p99; with this, 104-118 us and 1.4-2 ms.
+_SWITCH_S: Final = 0.0002
 _LOOK_S: Final = 0.5
 _MOST_FILES: Final = 1 << 16
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
@@ -218,6 +221,7 @@ def run(loaded: Loaded, ready_fd: int | None = None, on_ready: Callable[[Daemon]
     # What lives now lives until the end: the collector need not look at it again.
     gc.collect()
     gc.freeze()
+    sys.setswitchinterval(_SWITCH_S)
     _say_ready(daemon, ready_fd)
     if on_ready is not None:
         on_ready(daemon)

@@ -1,6 +1,8 @@
 """What only gRPC has: health, reflection, the admin service, later rpcs that say so."""
 
+import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from prefixcache.server.app import Daemon
+from prefixcache.server.config import Loaded, load
 from prefixcache.v1 import admin_pb2, cache_pb2
 from prefixcache.v1 import common_pb2 as common
 from tests.contract.conftest import BLOCK_TOKENS, Worker, new_id, new_keys, start_daemon, stop_daemon
@@ -200,3 +203,17 @@ def test_blocks_get_their_checksums_in_the_background(daemon: Daemon) -> None:
     table = daemon.planner.state.namespaces[worker.namespace].table
     assert wait_until(lambda: bool(table.parts[0].flags[: table.high_water].all()))
     worker.driver.close()
+
+
+def test_a_taken_default_http_port_is_no_reason_to_fail(tmp_path: Path) -> None:
+    """Nobody asked for 8440: a second daemon on the host takes a free port and says which."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags = {"socket": str(tmp_path / "d.sock"), "host_bytes": "8MiB", "drain_timeout": "1ms"}
+        loaded = load(flags, environ={})
+        config = replace(loaded.config, http=f"127.0.0.1:{port}")
+        daemon = Daemon(Loaded(config, loaded.sources))
+        daemon.start()
+    assert daemon.addresses[-1].startswith("http://127.0.0.1:")
+    assert not daemon.addresses[-1].endswith(f":{port}")
+    daemon.stop()

@@ -58,9 +58,8 @@ class Acquiring:
         self._touch(space, path, rows)
         tokens = space.block_tokens
         state.stats.acquires += 1
-        ledger = state.stats.tokens
-        ledger.looked_up += event.prompt_tokens - from_block * tokens
-        ledger.miss[Miss.PARTIAL_BLOCK] += event.prompt_tokens - key_blocks * tokens
+        total = event.prompt_tokens
+        state.stats.tokens.look_up(total - from_block * tokens, total - key_blocks * tokens)
         stop = None
         if end < key_blocks:
             stop = self._count_misses(space, path, event, (end, limit))

@@ -183,6 +183,26 @@ class RadixTree:
             node.pins = (node.pins - moved) or None
         return upper
 
+    def join(self, node: Node) -> None:
+        """Takes a node's parent (not the root, without another child, in the same state) into the node, which keeps its
+        identity. A conversation stored turn by turn stays one edge that way. Never while somebody holds a Path."""
+        parent = node.parent
+        assert parent is not None
+        above = parent.parent
+        assert above is not None
+        assert above.children is not None
+        assert parent.children is not None
+        assert len(parent.children) == 1
+        node.edge = parent.edge + node.edge
+        node.rows = parent.rows + node.rows
+        node.start = parent.start
+        node.parent = above
+        above.children[node.edge[:KEY_BYTES]] = node
+        if parent.pins:
+            for pin in parent.pins:
+                pin.node = node
+            node.pins = parent.pins | (node.pins or set())
+
     def cut_tail(self, node: Node, count: int) -> Rows:
         """Takes the last `count` blocks off a node without children and returns their rows. A node left empty leaves
         its parent; its `parent` link stays for the caller to look at."""

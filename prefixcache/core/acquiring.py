@@ -12,7 +12,7 @@ from prefixcache.core.checks import Checks
 from prefixcache.core.commands import Acquired, Command, LeaseEnded, LeaseExtended, LookedUp, Released, Run
 from prefixcache.core.events import AcquireRequested, LeaseReleased, LeaseRenewed, LookupRequested
 from prefixcache.core.foreign_leases import ForeignAcquiring, begin_lease, look_up_foreign, read_run
-from prefixcache.core.ids import KEY_BYTES, Rows, Tier
+from prefixcache.core.ids import KEY_BYTES, Tier
 from prefixcache.core.leases import Lease
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.radix import ROW_DTYPE, Node, Path, pin_path
@@ -20,6 +20,10 @@ from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.removal import Remover
 from prefixcache.core.slabs import SlabMover
 from prefixcache.core.state import Session, State
+
+# Members of an enum are looked up by a Python call each time (Python 3.11): what every call needs is kept here.
+_PARTIAL_BLOCK = Miss.PARTIAL_BLOCK
+_HOST = int(Tier.HOST)
 
 
 class Acquiring:
@@ -51,16 +55,19 @@ class Acquiring:
         key_blocks = len(keys) // KEY_BYTES
         from_block = event.from_block
         limit = path.blocks if event.max_blocks is None else min(path.blocks, from_block + event.max_blocks)
-        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
-        end = space.restorable(rows, from_block, limit)
-        if space.table.unverified and self.checks.hold(event, space, rows[from_block:end], out):
-            return
-        self._touch(space, path, rows)
+        end = limit
+        if space.optional_parts or space.table.unverified:
+            rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
+            end = space.restorable(rows, from_block, limit)
+            if space.table.unverified and self.checks.hold(event, space, rows[from_block:end], out):
+                return
+        self._touch(space, path)
         tokens = space.block_tokens
         state.stats.acquires += 1
         ledger = state.stats.tokens
         ledger.looked_up += event.prompt_tokens - from_block * tokens
-        ledger.miss[Miss.PARTIAL_BLOCK] += event.prompt_tokens - key_blocks * tokens
+        if event.prompt_tokens != key_blocks * tokens:
+            ledger.miss[_PARTIAL_BLOCK] += event.prompt_tokens - key_blocks * tokens
         stop = None
         if end < key_blocks:
             stop = self._count_misses(space, path, event, (end, limit))
@@ -69,7 +76,7 @@ class Acquiring:
             out.append(Acquired(lease_id, from_block, 0, 0, (), stop, (0, 0, 0, 0), now))
             return
         expires_at = now + state.clipped_ttl(event.ttl_s)
-        runs = self._runs(space, rows, from_block, end)
+        runs = self._runs(space, path, from_block, end)
         reply = Acquired(lease_id, from_block, planned, planned, runs, stop, (0, planned * tokens, 0, 0), expires_at)
         lease = Lease(lease_id, event.session, space, reply)
         pin_path(_node_at(path, end), end, lease.pins)
@@ -85,8 +92,9 @@ class Acquiring:
             out.append(look_up_foreign(space.foreign, event, space.block_tokens))
             return
         path = space.tree.walk(event.keys)
-        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
-        end = space.restorable(rows, event.from_block, path.blocks)
+        end = path.blocks
+        if space.optional_parts:
+            end = space.restorable(np.frombuffer(path.packed_rows(), ROW_DTYPE), event.from_block, end)
         stop = None
         if end * KEY_BYTES < len(event.keys):
             stop = Miss.GROUP_GAP if end < path.blocks else self._stop_behind(space, path, event.keys)
@@ -109,7 +117,7 @@ class Acquiring:
         missed = lease.planned_tokens - hit
         ledger = self.state.stats.tokens
         ledger.pending -= lease.planned_tokens
-        ledger.hit[Tier.HOST] += hit
+        ledger.hit[_HOST] += hit
         if missed:
             ledger.miss[event.unused] += missed
         self._end(lease)
@@ -137,26 +145,28 @@ class Acquiring:
         if self.mover.retired:
             self.mover.settle_retired()
 
-    def _touch(self, space: Namespace, path: Path, rows: Rows) -> None:
+    def _touch(self, space: Namespace, path: Path) -> None:
         """The matched blocks were used now."""
         if not path.nodes:
             return
         tick = self.state.tick
-        space.table.touched[rows] = tick
+        touched = space.table.touched
+        for piece in path.stretches(0, path.blocks):
+            touched[piece] = tick
         last = path.nodes[-1]
         if last.children is None and last.end == path.blocks:
             space.policy.touch_leaf(last, tick)
 
-    def _runs(self, space: Namespace, rows: Rows, from_block: int, end: int) -> tuple[Run, ...]:
+    def _runs(self, space: Namespace, path: Path, from_block: int, end: int) -> tuple[Run, ...]:
         pool = self.state.host_pool
         if not space.optional_parts:
-            wanted = rows[from_block:end]
+            wanted = path.stretches(from_block, end)
             return tuple([read_run(space, part, wanted, from_block, pool) for part in range(len(space.strides))])
         runs = []
         for part in range(len(space.strides)):
             first = space.needed_from(part, from_block, end)
             if first < end:
-                runs.append(read_run(space, part, rows[first:end], first, pool))
+                runs.append(read_run(space, part, path.stretches(first, end), first, pool))
         return tuple(runs)
 
     def _count_misses(self, space: Namespace, path: Path, event: AcquireRequested, ends: tuple[int, int]) -> Miss:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ROW_BYTES: Final = 4
 ROW_DTYPE: Final = np.dtype("<u4")
+_FEW_NODES: Final = 8  # up to here a slice per node is cheaper than one gather of all their rows
 
 # States of a node, in the order of what a walk may pass. Plain ints: they are compared on every step of a lookup.
 VISIBLE: Final = 0
@@ -46,9 +47,14 @@ class Pin:
 
 
 class Node:
-    """A run of blocks `[start, start + count)` of one path; `rows` holds one u32 per key of `edge`."""
+    """A run of blocks `[start, start + count)` of one path; `rows` holds one u32 per key of `edge`.
 
-    __slots__ = ("children", "edge", "owner", "parent", "pins", "rank", "rows", "space", "start", "state", "tick")
+    first_row: the first of its rows if each follows the one before, which is usual (then slices will do where numpy's
+    gathers cost ten times as much), else -1."""
+
+    __slots__ = (
+        "children", "edge", "first_row", "owner", "parent", "pins", "rank", "rows", "space", "start", "state", "tick",
+    )  # fmt: skip
 
     def __init__(self, space: Namespace | None, parent: Node | None, start: int, edge: bytes, rows: bytes) -> None:
         self.space = space
@@ -56,6 +62,7 @@ class Node:
         self.start = start
         self.edge = edge
         self.rows = rows
+        self.first_row = first_row_of(rows)
         self.children: dict[bytes, Node] | None = None
         self.pins: set[Pin] | None = None
         self.owner: Reservation | None = None
@@ -102,6 +109,21 @@ class Path:
         if len(last.rows) != wanted:
             parts[-1] = last.rows[:wanted]
         return b"".join(parts)
+
+    def stretches(self, first: int, end: int) -> list[slice | Rows]:
+        """What to index a column of the table with for its blocks [first, end), 0 <= first < end <= blocks, one piece
+        after the other."""
+        nodes = self.nodes
+        pieces: list[slice | Rows] = []
+        for node in nodes:
+            start, row = node.start, node.first_row
+            if row < 0 or len(nodes) > _FEW_NODES:
+                return [np.frombuffer(self.packed_rows(), ROW_DTYPE)[first:end]]
+            below = min(start + len(node.rows) // ROW_BYTES, end)
+            above = max(first, start)
+            if above < below:
+                pieces.append(slice(row + above - start, row + below - start))
+        return pieces
 
 
 class RadixTree:
@@ -170,6 +192,7 @@ class RadixTree:
         parent.children[upper.edge[:KEY_BYTES]] = upper
         node.edge = node.edge[at:]
         node.rows = node.rows[count * ROW_BYTES :]
+        node.first_row = first_row_of(node.rows)
         node.start += count
         node.parent = upper
         upper.children = {node.edge[:KEY_BYTES]: node}
@@ -190,9 +213,11 @@ class RadixTree:
         if keep:
             node.edge = node.edge[: keep * KEY_BYTES]
             node.rows = node.rows[: keep * ROW_BYTES]
+            node.first_row = first_row_of(node.rows)
         else:
             self.unlink(node)
             node.edge = node.rows = b""
+            node.first_row = -1
         return gone
 
     def unlink(self, node: Node) -> None:
@@ -203,6 +228,19 @@ class RadixTree:
         assert taken is node
         if not parent.children:
             parent.children = None
+
+
+def first_row_of(rows: bytes) -> int:
+    """See `Node.first_row`."""
+    if not rows:
+        return -1
+    first = int.from_bytes(rows[:ROW_BYTES], "little")
+    if len(rows) == ROW_BYTES:
+        return first
+    end = first + len(rows) // ROW_BYTES
+    if int.from_bytes(rows[-ROW_BYTES:], "little") != end - 1:
+        return -1
+    return first if np.arange(first, end, dtype=ROW_DTYPE).tobytes() == rows else -1
 
 
 def pin_path(node: Node, depth: int, holder: list[Pin]) -> None:

@@ -95,8 +95,8 @@ class CacheCalls:
                 message.part = run.part
                 message.pool = run.pool
                 message.first_block = run.first_block
-                message.slots = run.slots.tobytes()
-                message.generations = run.generations.tobytes()
+                message.slots = run.packed_slots
+                message.generations = run.packed_generations
         if reply.present is not None:
             response.present = np.packbits(reply.present, bitorder="little").tobytes()
         return response

@@ -1,7 +1,9 @@
 """Acquire, Renew, Release, Lookup: what is there, promised for a while.
 
 Rules: a lookup changes nothing in the tree's shape. Tokens of a lease are pending until it ends, once. What is promised
-is pinned before anything else happens. Must not know: how blocks came in or where slots come from.
+is pinned before anything else happens. Leased blocks count as used when the lease ends: no policy may take them
+before, and the request that waits for the answer does not pay for it. Must not know: how blocks came in or where slots
+come from.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from prefixcache.core.foreign_leases import ForeignAcquiring, begin_lease, look_
 from prefixcache.core.ids import KEY_BYTES, Tier
 from prefixcache.core.leases import Lease
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.radix import ROW_DTYPE, Node, Path, pin_path
+from prefixcache.core.radix import ROW_DTYPE, Node, Path, path_to, pin_path
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.removal import Remover
 from prefixcache.core.slabs import SlabMover
@@ -61,7 +63,6 @@ class Acquiring:
             end = space.restorable(rows, from_block, limit)
             if space.table.unverified and self.checks.hold(event, space, rows[from_block:end], out):
                 return
-        self._touch(space, path)
         tokens = space.block_tokens
         state.stats.acquires += 1
         ledger = state.stats.tokens
@@ -72,6 +73,8 @@ class Acquiring:
         if end < key_blocks:
             stop = self._count_misses(space, path, event, (end, limit))
         planned = max(0, end - from_block)
+        if end < path.blocks or not planned:
+            self._touch(space, path)  # no lease holds all of it
         if not planned:
             out.append(Acquired(lease_id, from_block, 0, 0, (), stop, (0, 0, 0, 0), now))
             return
@@ -141,12 +144,15 @@ class Acquiring:
         state.deadlines.note_ended()
         del state.leases[lease.lease]
         del state.sessions[lease.session].leases[lease.lease]
+        if lease.space.foreign is None:
+            for pin in lease.pins:
+                self._touch(lease.space, path_to(pin.node, pin.depth))
         self.remover.unpin_all(lease.pins)
         if self.mover.retired:
             self.mover.settle_retired()
 
     def _touch(self, space: Namespace, path: Path) -> None:
-        """The matched blocks were used now."""
+        """These blocks were used now."""
         if not path.nodes:
             return
         tick = self.state.tick
@@ -236,5 +242,6 @@ class Acquiring:
 
 def _node_at(path: Path, end: int) -> Node:
     """The node in which the first `end` blocks (at least one) of a path end."""
-    return next(node for node in reversed(path.nodes) if node.start < end)
+    last = path.nodes[-1]
+    return last if last.start < end else next(node for node in reversed(path.nodes) if node.start < end)
 

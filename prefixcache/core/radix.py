@@ -243,6 +243,17 @@ def first_row_of(rows: bytes) -> int:
     return first if np.arange(first, end, dtype=ROW_DTYPE).tobytes() == rows else -1
 
 
+def path_to(node: Node, depth: int) -> Path:
+    """The path that ends in `node` at `depth`, without what was cut off above it (DETACHED)."""
+    nodes = []
+    above: Node | None = node
+    while above is not None and above.parent is not None:
+        nodes.append(above)
+        above = above.parent
+    nodes.reverse()
+    return Path(nodes, depth)
+
+
 def pin_path(node: Node, depth: int, holder: list[Pin]) -> None:
     """Pins the path down to `depth`, which ends in `node`, for `holder`."""
     pin = Pin(node, depth, holder)

@@ -65,11 +65,11 @@ def _copy(name: str, row: dict[str, Any]) -> Table:
 
 def _index(rows: list[dict[str, Any]]) -> Table:
     table = _table(
-        "index: one prompt of 2,048 tokens", "match", "hash + match", "insert", "evict a block", "bytes a block"
+        "index by its blocks: one prompt of 2,048 tokens", "match", "hash + match", "insert", "evict one", "bytes each"
     )
     for row in rows:
         times = [f"{row[name]:,.1f} us" for name in ("match_us", "hash_match_us", "insert_us", "evict_us")]
-        table.add_row(f"{row['blocks']:,} blocks", *times, f"{row['bytes_per_block']:.0f}")
+        table.add_row(f"{row['blocks']:,}", *times, f"{row['bytes_per_block']:.0f}")
     return table
 
 

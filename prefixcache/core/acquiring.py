@@ -244,4 +244,3 @@ def _node_at(path: Path, end: int) -> Node:
     """The node in which the first `end` blocks (at least one) of a path end."""
     last = path.nodes[-1]
     return last if last.start < end else next(node for node in reversed(path.nodes) if node.start < end)
-

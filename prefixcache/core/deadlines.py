@@ -19,7 +19,6 @@ class Ending(Protocol):
     ended: bool
 
 
-
 class Deadlines:
     """`next_due` is never later than the earliest deadline of a live thing."""
 

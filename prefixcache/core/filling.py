@@ -160,9 +160,7 @@ class Filling:
                 granted = entries[reservation.slots[part][entries] != NO_SLOT]
                 busy.difference_update(reservation.patch_rows[granted].tolist())
 
-    def _settle_node(
-        self, reservation: Reservation, node: Node, whole: NDArray[np.bool_], out: list[Command]
-    ) -> int:
+    def _settle_node(self, reservation: Reservation, node: Node, whole: NDArray[np.bool_], out: list[Command]) -> int:
         """Settles the leading whole blocks of one open node."""
         count = len(whole) if whole.all() else int(np.argmin(whole))
         if not count:

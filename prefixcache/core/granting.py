@@ -193,9 +193,7 @@ class Granting:
             plan.fresh_parts = [part for part in range(len(space.strides)) if mask >> part & 1]
         return plan
 
-    def _plan_patches(
-        self, event: ReserveRequested, space: Namespace, path: Path, visible: int, plan: Plan
-    ) -> None:
+    def _plan_patches(self, event: ReserveRequested, space: Namespace, path: Path, visible: int, plan: Plan) -> None:
         """Visible blocks may lack parts of sliding and state groups; those can be filled in."""
         count = visible - event.from_block
         parts = [part for part in space.optional_parts if event.part_mask >> part & 1]

@@ -250,6 +250,10 @@ def _check_promises(planner: Planner, views: list[_View]) -> None:
             places = told[lease.space.number][run.part]
             for slot, generation in zip(run.slots.tolist(), run.generations.tolist(), strict=True):
                 _must(slot in kept or places.get(slot) == generation, "rule 2: a leased slot has changed hands")
+    for move in planner.mover.moves.values():
+        places = told[move.space.number][move.part]
+        for slot, generation in zip(move.sources.tolist(), move.old_generations.tolist(), strict=True):
+            _must(slot in kept or places.get(slot) == generation, "rule 2: a slot being copied has changed hands")
 
 
 def _places(view: _View) -> list[tuple[list[int], list[int]]]:

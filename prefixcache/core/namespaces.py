@@ -17,6 +17,9 @@ from prefixcache.core.spec import GroupSpec, NamespaceSpec
 from prefixcache.core.table import BlockTable
 
 
+_NO_GAP = -(1 << 40)  # in front of every window
+
+
 class ForeignIndex(RadixTree):
     """Opaque keys: every node is one block, found by its key alone; parents only matter for what may leave."""
 
@@ -84,7 +87,7 @@ class Namespace:
             if window is None:
                 continue
             # Blocks the caller has itself count as present, so only gaps from from_block on matter.
-            gaps = np.where(self.group_present(group, rows[from_block:end]), -1, places)
+            gaps = np.where(self.group_present(group, rows[from_block:end]), _NO_GAP, places)
             last_gap = np.maximum.accumulate(gaps)
             good &= last_gap <= places - window
         found = np.flatnonzero(good)

@@ -180,7 +180,9 @@ class RadixTree:
         `node` keeps its identity for the tail, its children and its place in the policy's order. A reservation that
         fills it then fills both."""
         parent = node.parent
-        assert parent is not None and parent.children is not None and 0 < count < node.count
+        assert parent is not None
+        assert parent.children is not None
+        assert 0 < count < node.count
         at = count * KEY_BYTES
         upper = Node(node.space, parent, node.start, node.edge[:at], node.rows[: count * ROW_BYTES])
         upper.state = node.state
@@ -207,7 +209,8 @@ class RadixTree:
     def cut_tail(self, node: Node, count: int) -> Rows:
         """Takes the last `count` blocks off a node without children and returns their rows. A node left empty leaves
         its parent; its `parent` link stays for the caller to look at."""
-        assert not node.children and 0 < count <= node.count
+        assert not node.children
+        assert 0 < count <= node.count
         keep = node.count - count
         gone = node.row_array()[keep:]
         if keep:
@@ -223,7 +226,8 @@ class RadixTree:
     def unlink(self, node: Node) -> None:
         """Takes `node` with all below it out of its parent."""
         parent = node.parent
-        assert parent is not None and parent.children is not None
+        assert parent is not None
+        assert parent.children is not None
         taken = parent.children.pop(node.edge[:KEY_BYTES])
         assert taken is node
         if not parent.children:

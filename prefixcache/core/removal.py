@@ -63,7 +63,8 @@ class Remover:
         """Puts a subtree out of sight. Answers (visible blocks that left, those of them that leases still hold)."""
         space = node.space
         above = node.parent
-        assert space is not None and above is not None
+        assert space is not None
+        assert above is not None
         space.tree.unlink(node)
         if node.state != VISIBLE:
             self._drop(node)
@@ -78,32 +79,35 @@ class Remover:
             # Whoever holds something below the cut holds what is above it as well, until now through it.
             for pin in [pin for below in subtree(node) for pin in below.pins or ()]:
                 pin_path(above, above.end, pin.holder)
-        gone = 0
-        leaves = []
-        for below in list(subtree(node)):
-            if below.state == DETACHED:
-                continue  # dropped with its parent a moment ago
-            if below.state == VISIBLE:
-                space.policy.remove_leaf(below)
-                below.state = DETACHED
-                if space.foreign is not None:
-                    space.foreign.forget(below)
-                gone += below.count
-                leaves.append(below)
-            elif below.parent is not None and below.parent.state == DETACHED:
-                space.tree.unlink(below)
-                self._drop(below)
-        for leaf in reversed(leaves):
-            self._collect(leaf)
+        hidden = self._hide(space, node)
+        gone = sum(below.count for below in hidden)
+        for below in reversed(hidden):
+            self._collect(below)
         if not limbo.children:
             space.limbo.discard(limbo)
         self.offer_leaf(above)
         return gone, sum(below.count for below in subtree(limbo))
 
+    def _hide(self, space: Namespace, node: Node) -> list[Node]:
+        """Makes the visible nodes of an unlinked subtree detached (answers them, parents first); drops the rest."""
+        hidden: list[Node] = []
+        for below in list(subtree(node)):
+            if below.state == VISIBLE:
+                space.policy.remove_leaf(below)
+                below.state = DETACHED
+                if space.foreign is not None:
+                    space.foreign.forget(below)
+                hidden.append(below)
+            elif below.state != DETACHED:  # the top of an unfinished subtree; what is below it is detached with it
+                space.tree.unlink(below)
+                self._drop(below)
+        return hidden
+
     def drop_unfinished(self, node: Node) -> None:
         """Takes a subtree that never became visible out of the tree; what others fill in it is orphaned."""
         above = node.parent
-        assert above is not None and node.space is not None
+        assert above is not None
+        assert node.space is not None
         node.space.tree.unlink(node)
         self._drop(node)
         self.offer_leaf(above)

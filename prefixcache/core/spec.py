@@ -119,6 +119,7 @@ class PlannerConfig:
     pools: tuple[PoolSpec, ...]
     first_generation: int = 1
     ready_bytes: int | None = None
+    compare_classes_every: int = 64  # grants that had to evict between two looks at the other slot classes
     publish: bool = False
     checksum: bool = False
     limits: Limits = field(default_factory=Limits)

@@ -153,7 +153,7 @@ class State:
         return found
 
     def good_id(self, value: bytes, out: list[Command]) -> bool:
-        if isinstance(value, bytes) and len(value) == ID_BYTES:
+        if len(value) == ID_BYTES:
             return True
         self.refuse(out, Kind.INVALID_ARGUMENT, Refusal.ID_INVALID, f"ids are {ID_BYTES} bytes")
         return False

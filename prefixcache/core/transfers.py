@@ -18,7 +18,6 @@ from prefixcache.core.slabs import Move, SlabMover
 from prefixcache.core.slots import Slab
 from prefixcache.core.state import State
 
-CONSIDER_EVERY = 64  # grants that had to evict between two looks at the other classes
 EVICTIONS_PER_SLAB = 2  # a take-over evicts at most this many slabs' worth of blocks in one call
 
 
@@ -42,7 +41,8 @@ class Transfers:
             if policy is None:
                 break
             node = policy.victim()
-            assert node is not None and node.space is not None
+            assert node is not None
+            assert node.space is not None
             evicted = self.evictor.evict_from(policy, max(1, host.spec.slab_bytes // sum(node.space.strides)), out)
             budget_bytes -= evicted * sum(node.space.strides)
         if host.free_slots(stride) < wanted:
@@ -50,10 +50,10 @@ class Transfers:
 
     def consider(self, stride: int, out: list[Command]) -> None:
         """Now and then: if another class holds older blocks than the oldest of this one, moves a slab of it empty."""
-        if self.state.host.unused_slabs() or len(self.state.policies) < 2:  # noqa: PLR2004
+        if self.state.host.unused_slabs() or len(self.state.policies) < 2:
             return
         self._since_look += 1
-        if self._since_look < CONSIDER_EVERY:
+        if self._since_look < self.state.config.compare_classes_every:
             return
         self._since_look = 0
         mine = self.evictor.oldest_policy(stride, using=True)

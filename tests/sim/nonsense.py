@@ -147,5 +147,3 @@ class Nonsense:
                     pieces = (Coverage(90, 1, 0), Coverage(0, 1, 50), Coverage(0, 0, 0), Coverage(0, 1, 0, 5))
                     events += [CommitRequested(worker.session, name, (piece,)) for piece in pieces]
         return events
-
-

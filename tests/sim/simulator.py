@@ -7,13 +7,9 @@ has exactly one answer; that the planner's sums are those of the answers it gave
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-
-import numpy as np
+from collections.abc import Callable
 
 from prefixcache.core import invariants
 from prefixcache.core.commands import (
@@ -56,50 +52,24 @@ from prefixcache.core.events import (
     SnapshotRestored,
     TimePassed,
 )
-from prefixcache.core.ids import HOST_POOL, ID_BYTES, KEY_BYTES, NO_SLOT, GroupKind, NamespaceKind, Rows
-from prefixcache.core.namespaces import Namespace
+from prefixcache.core.ids import HOST_POOL, KEY_BYTES, NamespaceKind
 from prefixcache.core.planner import Planner
 from prefixcache.core.radix import VISIBLE, subtree
 from prefixcache.core.reasons import Refusal
-from prefixcache.core.spec import GroupSpec, Limits, NamespaceSpec, PartSpec, PlannerConfig, PoolSpec
-from prefixcache.core.table import UNVERIFIED
-from tests.sim.fakes import HEADS, ROTTEN, Executor, Memory, SimError
+from prefixcache.core.spec import Limits, PlannerConfig, PoolSpec
+from tests.sim import audit
+from tests.sim.fakes import ROTTEN, Executor, Memory, SimError
+from tests.sim.layouts import FLAVOURS, GRANULE, SPECS, STEPS, TOKENS, chain
 from tests.sim.nonsense import Nonsense
+from tests.sim.story import tell
 from tests.sim.workers import Prompt, Reading, Worker, Writing
-
-GRANULE = 4096
-TOKENS = 4
-FULL = GroupSpec(GroupKind.FULL)
-SPECS = (
-    NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, HEADS, GRANULE),)),
-    NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, HEADS, 2 * GRANULE), PartSpec(0, HEADS, GRANULE))),
-    NamespaceSpec(
-        TOKENS,
-        (FULL, GroupSpec(GroupKind.SLIDING, 2 * TOKENS), GroupSpec(GroupKind.STATE)),
-        (PartSpec(0, HEADS, GRANULE), PartSpec(1, HEADS, 2 * GRANULE), PartSpec(2, HEADS, GRANULE)),
-    ),
-    NamespaceSpec(TOKENS, (GroupSpec(GroupKind.SLIDING, 2 * TOKENS),), (PartSpec(0, HEADS, GRANULE),)),
-    NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, HEADS, GRANULE),), NamespaceKind.FOREIGN),
-)
-STEPS = 60
-
-
-def chain(letters: str) -> bytes:
-    """Packed keys of a prompt given as letters, one a block."""
-    key = b"root"
-    keys = []
-    for letter in letters:
-        key = hashlib.sha256(key + letter.encode()).digest()
-        keys.append(key)
-    return b"".join(keys)
 
 
 class Simulator:
     """`run()` raises SimError or InvariantError if anything is wrong; `log` tells what happened."""
 
-    def __init__(self, seed: int, make_planner: Callable[[PlannerConfig], Planner] = Planner) -> None:
-        self.rng = random.Random(seed)
-        self.make_planner = make_planner
+    def __init__(self, seed: int | random.Random) -> None:
+        self.rng = random.Random(seed) if isinstance(seed, int) else seed
         self.memory = Memory()
         self.executor = Executor(self.memory, self.rng)
         self.now = 0.0
@@ -110,26 +80,24 @@ class Simulator:
         self.visible: dict[int, set[bytes]] = {}
         self.sums: Counter[str] = Counter()
         self.waiting: dict[bytes, tuple[Worker, Prompt, AcquireRequested]] = {}
-        chosen = self.rng.sample(range(len(SPECS)), self.rng.choice((1, 2, 2, 3)))
+        self.flavour = self.rng.choice(list(FLAVOURS))
+        specs, self.rare_things = FLAVOURS[self.flavour]
+        chosen = self.rng.sample(specs, min(len(specs), self.rng.choice((1, 2, 2, 3))))
         self.specs = {number: SPECS[number] for number in chosen}
-        self.checksum = self.rng.random() < 0.5
+        self.checksum = self.flavour == "restarts" or self.rng.random() < 0.3
         # Each seed has its own temper, or nothing would ever live long enough to be hit.
         self.trouble = self.rng.choice((0.05, 0.15, 0.5))
         self.diligence = self.rng.choice((0.2, 0.6, 0.9))
         self.slabs = self.rng.randint(2, 6)
         self.config = self._config(1)
-        self.planner = make_planner(self.config)
+        self.planner = Planner(self.config)
         self.nonsense = Nonsense(self)
         self._open_namespaces()
 
     @property
     def log(self) -> list[str]:
         """What happened, a line per event and command."""
-        lines = []
-        for at, event, commands in self.history:
-            lines.append(f"{at:8.1f} {_short(event)}")
-            lines += [f"         -> {_short(command)}" for command in commands]
-        return lines
+        return tell(self.history)
 
     def run(self, steps: int = STEPS) -> None:
         for _ in range(steps):
@@ -198,20 +166,16 @@ class Simulator:
             self.send(TimePassed())
 
     def rare(self) -> None:
-        choice = self.rng.random()
-        if choice < 0.35 and self.workers:
-            self.session_trouble(self.rng.choice(self.workers))
-        elif choice < 0.5:
-            number = self.rng.choice(list(self.specs))
-            prompt = self.prompt(number)
-            keys = self.rng.choice((None, prompt.keys, prompt.keys))
-            self.send(ClearRequested(self.rng.choice((None, number)) if keys is None else number, keys))
-        elif choice < 0.6:
-            self.send(CapacityReady(HOST_POOL, self.rng.randint(0, self.slabs * 4) * GRANULE))
-        elif choice < 0.75:
-            self.fail_part()
-        else:
-            self.restart()
+        getattr(self, self.rng.choice(self.rare_things))()
+
+    def clear(self) -> None:
+        number = self.rng.choice(list(self.specs))
+        prompt = self.prompt(number)
+        keys = self.rng.choice((None, prompt.keys, prompt.keys))
+        self.send(ClearRequested(self.rng.choice((None, number)) if keys is None else number, keys))
+
+    def faulted_in(self) -> None:
+        self.send(CapacityReady(HOST_POOL, self.rng.randint(0, self.slabs * 4) * GRANULE))
 
     def talk_nonsense(self) -> None:
         """What no good client sends, and what good clients send twice."""
@@ -224,8 +188,11 @@ class Simulator:
         self.workers.append(worker)
         self.send(SessionOpened(worker.session, worker.can_map))
 
-    def session_trouble(self, worker: Worker) -> None:
+    def session_trouble(self) -> None:
         """TTL over while it lives on, killed without a word, or its exit noticed."""
+        if not self.workers:
+            return
+        worker = self.rng.choice(self.workers)
         choice = self.rng.random()
         if choice < 0.4 and not worker.gone:
             worker.gone = True
@@ -256,40 +223,12 @@ class Simulator:
             raise SimError("an Acquire was answered twice")
         worker, prompt, event = self.waiting.pop(reply.lease)
         self.sums["looked_up"] += event.prompt_tokens - event.from_block * TOKENS
-        self.check_planned(prompt, event, reply)
+        audit.check_planned(self.specs[prompt.namespace], self.visible[prompt.namespace], prompt, event, reply)
         if reply.planned_blocks:
             reading = Reading(prompt, reply)
             reading.copy(self.memory)
             reading.compare(self.memory)
             worker.readings[reply.lease] = Reading(prompt, reply)
-
-    def check_planned(self, prompt: Prompt, event: AcquireRequested, reply: Acquired) -> None:
-        """Exactly what the published events say is there, where every block has all its parts."""
-        spec = self.specs[prompt.namespace]
-        visible = self.visible[prompt.namespace]
-        present = [prompt.key(block) in visible for block in range(prompt.blocks)]
-        limit = prompt.blocks if event.max_blocks is None else event.max_blocks
-        if spec.kind is NamespaceKind.FOREIGN:
-            expected = min(sum(present[event.from_block :]), limit)
-        else:
-            leading = present.index(False) if False in present else len(present)
-            expected = max(0, min(leading - event.from_block, limit))
-        if all(group.kind is GroupKind.FULL for group in spec.groups):
-            if reply.planned_blocks != expected:
-                raise SimError(f"{reply.planned_blocks} blocks planned, {expected} are there")
-        elif self._has_full(prompt.namespace) and reply.planned_blocks > expected:
-            raise SimError(f"{reply.planned_blocks} blocks planned, only {expected} are there")
-        end = event.from_block + reply.planned_blocks
-        if reply.planned_blocks and spec.kind is NamespaceKind.TOKENS:
-            self.check_runs(spec, reply, event.from_block, end)
-
-    def check_runs(self, spec: NamespaceSpec, reply: Acquired, start: int, end: int) -> None:
-        got = {run.part: (run.first_block, run.first_block + len(run.slots)) for run in reply.runs}
-        windows = {GroupKind.FULL: end, GroupKind.SLIDING: 2, GroupKind.STATE: 1}
-        for part, each in enumerate(spec.parts):
-            needed = max(start, end - windows[spec.groups[each.group].kind])
-            if got.get(part) != (needed, end):
-                raise SimError(f"part {part}: blocks {got.get(part)} instead of {(needed, end)}")
 
     def read(self, worker: Worker) -> None:
         lease, reading = self.rng.choice(list(worker.readings.items()))
@@ -403,7 +342,7 @@ class Simulator:
             if self.rng.random() < 0.1:
                 self.memory.heads[slot][0] = ROTTEN
         self.config = self._config(int(taken.snapshot["generation"]))
-        self.planner = self.make_planner(self.config)
+        self.planner = Planner(self.config)
         self.visible = {number: set() for number in self.specs}
         self.send(SnapshotRestored(taken.snapshot))
         self._open_namespaces()
@@ -452,7 +391,7 @@ class Simulator:
         visible = self.visible[event.namespace]
         keys = {event.keys[at : at + KEY_BYTES] for at in range(0, len(event.keys), KEY_BYTES)}
         if event.change is Change.STORED:
-            if event.parent and event.parent not in visible and self._has_full(event.namespace):
+            if event.parent and event.parent not in visible and audit.has_full(self.specs[event.namespace]):
                 raise SimError("stored below a parent that is not there")
             visible |= keys
         elif event.change is Change.REMOVED:
@@ -461,10 +400,7 @@ class Simulator:
             visible -= keys
         else:
             # A subtree left: what it held is read off the tree, which `check` compares with everything else.
-            self.visible[event.namespace] &= self._stored_keys(event.namespace)
-
-    def _has_full(self, namespace: int) -> bool:
-        return any(group.kind is GroupKind.FULL for group in self.specs[namespace].groups)
+            self.visible[event.namespace] &= audit.stored_keys(self.planner.state.namespaces[event.namespace])
 
     def check(self) -> None:
         """Everything, if anything happened to the planner or to memory."""
@@ -475,39 +411,12 @@ class Simulator:
         self.dirty = self.memory.dirty = False
         state = self.planner.state
         for space in state.namespaces.values():
-            for rows, keys in self._nodes(space):
-                self._check_bytes(space, rows.tolist(), keys)
-            if self._stored_keys(space.number) != self.visible[space.number]:
+            audit.check_bytes(space, self.memory)
+            if audit.stored_keys(space) != self.visible[space.number]:
                 raise SimError("published events and tree differ")
         tokens = state.stats.tokens
         if tokens.looked_up != self.sums["looked_up"] or sum(tokens.hit) != self.sums["hit"]:
             raise SimError("the planner's sums are not those of its answers")
-
-    def _nodes(self, space: Namespace) -> Iterator[tuple[Rows, list[bytes]]]:
-        """Rows and keys of every visible node."""
-        for node in subtree(space.tree.root):
-            if node.state == VISIBLE and node.parent is not None:
-                yield node.row_array(), [node.edge[at : at + KEY_BYTES] for at in range(0, len(node.edge), KEY_BYTES)]
-
-    def _stored_keys(self, number: int) -> set[bytes]:
-        space = self.planner.state.namespaces[number]
-        stored: set[bytes] = set()
-        for rows, keys in self._nodes(space):
-            stored.update(key for key, here in zip(keys, space.any_part(rows).tolist(), strict=True) if here)
-        return stored
-
-    def _check_bytes(self, space: Namespace, rows: list[int], keys: list[bytes]) -> None:
-        """Every stored, trusted part holds the bytes of its key, under the generation the table says."""
-        for part, column in enumerate(space.table.parts):
-            slots, generations, flags = column.slots[rows], column.generations[rows], column.flags[rows]
-            for slot, generation, flag, key in zip(slots.tolist(), generations.tolist(), flags.tolist(), keys, strict=True):
-                if slot == NO_SLOT or flag & UNVERIFIED:
-                    continue
-                expected = ((space.number, key, part),) * HEADS
-                if self.memory.read(slot) != expected:
-                    raise SimError(f"slot {slot} holds {self.memory.read(slot)} instead of {expected}")
-                if self.memory.generation(slot) != generation:
-                    raise SimError(f"slot {slot}: the control page and the table differ")
 
     def prompt(self, namespace: int | None = None) -> Prompt:
         number = self.rng.choice(list(self.specs)) if namespace is None else namespace
@@ -529,23 +438,10 @@ class Simulator:
         ready = None if hasattr(self, "config") else self.rng.choice((None, None, size // GRANULE // 2 * GRANULE))
         limits = Limits(recent_ends=4, max_bare_blocks=24, max_parked=2)
         pool = PoolSpec(size, 4 * GRANULE)
-        return PlannerConfig((pool,), generation, ready, publish=True, checksum=self.checksum, limits=limits)
+        every = 1 if self.flavour == "moves" else 8
+        return PlannerConfig((pool,), generation, ready, every, publish=True, checksum=self.checksum, limits=limits)
 
     def _open_namespaces(self) -> None:
         for number, spec in self.specs.items():
             self.visible.setdefault(number, set())
             self.send(NamespaceOpened(number, number.to_bytes(32, "big"), spec))
-
-
-def _short(thing: object) -> str:
-    """One line; keys and ids by their first bytes, arrays as lists."""
-    if isinstance(thing, bytes):
-        return thing[:3].hex() + f"~{len(thing)}" if len(thing) > ID_BYTES else thing.lstrip(b"\0").hex()
-    if isinstance(thing, np.ndarray):
-        return str(thing.tolist())
-    if isinstance(thing, (tuple, list)):
-        return "[" + ", ".join(_short(each) for each in thing) + "]"
-    if dataclasses.is_dataclass(thing):
-        fields = (f"{field.name}={_short(getattr(thing, field.name))}" for field in dataclasses.fields(thing))
-        return f"{type(thing).__name__}({', '.join(fields)})"
-    return str(thing)[:200]

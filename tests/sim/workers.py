@@ -1,4 +1,4 @@
-"""Workers: what each remembers of its leases and reservations. They know what any client knows, nothing of the planner."""
+"""Workers: what each remembers of its leases and reservations. They know what any client knows, no more."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Reading:
     over: bool = False  # the planner ended it
 
     def copy(self, memory: Memory) -> None:
-        self.copied = [
-            (slot, generation, (self.prompt.namespace, self.prompt.key(run.first_block + place), run.part), memory.read(slot))
-            for run in self.reply.runs
-            for place, (slot, generation) in enumerate(zip(run.slots.tolist(), run.generations.tolist(), strict=True))
-        ]
+        self.copied = []
+        for run in self.reply.runs:
+            for place, (slot, generation) in enumerate(zip(run.slots.tolist(), run.generations.tolist(), strict=True)):
+                expected = (self.prompt.namespace, self.prompt.key(run.first_block + place), run.part)
+                self.copied.append((slot, generation, expected, memory.read(slot)))
 
     def compare(self, memory: Memory) -> bool:
         """Whether what was copied may be used; raises if that would be wrong bytes or a broken promise."""

@@ -1,0 +1,43 @@
+"""Which namespaces a seed may have, what goes wrong in it, and the keys of its prompts."""
+
+from __future__ import annotations
+
+import hashlib
+
+from prefixcache.core.ids import GroupKind, NamespaceKind
+from prefixcache.core.spec import GroupSpec, NamespaceSpec, PartSpec
+from tests.sim.fakes import HEADS
+
+GRANULE = 4096
+TOKENS = 4
+FULL = GroupSpec(GroupKind.FULL)
+SPECS = (
+    NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, HEADS, GRANULE),)),
+    NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, HEADS, 2 * GRANULE), PartSpec(0, HEADS, GRANULE))),
+    NamespaceSpec(
+        TOKENS,
+        (FULL, GroupSpec(GroupKind.SLIDING, 2 * TOKENS), GroupSpec(GroupKind.STATE)),
+        (PartSpec(0, HEADS, GRANULE), PartSpec(1, HEADS, 2 * GRANULE), PartSpec(2, HEADS, GRANULE)),
+    ),
+    NamespaceSpec(TOKENS, (GroupSpec(GroupKind.SLIDING, 2 * TOKENS),), (PartSpec(0, HEADS, GRANULE),)),
+    NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, HEADS, GRANULE),), NamespaceKind.FOREIGN),
+)
+STEPS = 60
+# What a seed is mostly about: which namespaces it may have, and what goes wrong in it.
+FLAVOURS: dict[str, tuple[list[int], list[str]]] = {
+    "mixed": ([0, 1, 2, 3, 4], ["session_trouble"] * 3 + ["clear", "faulted_in", "fail_part", "restart"]),
+    "sessions": ([0, 1, 2, 3, 4], ["session_trouble"] * 6 + ["clear"]),
+    "moves": ([0, 1, 2], ["clear", "fail_part", "session_trouble"]),
+    "restarts": ([0, 1, 2, 3, 4], ["restart"] * 3 + ["fail_part"]),
+    "patches": ([2, 3], ["clear", "fail_part", "session_trouble"]),
+}
+
+
+def chain(letters: str) -> bytes:
+    """Packed keys of a prompt given as letters, one a block."""
+    key = b"root"
+    keys = []
+    for letter in letters:
+        key = hashlib.sha256(key + letter.encode()).digest()
+        keys.append(key)
+    return b"".join(keys)

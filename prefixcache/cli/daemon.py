@@ -5,18 +5,16 @@ What belongs here: everything the commands need of gRPC. It must not know how an
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeVar, cast
 
 import grpc
 
-from prefixcache.cli.errors import CliError
-from prefixcache.server import defaults
+from prefixcache.cli.errors import CliError, bad_usage
 from prefixcache.v1 import admin_pb2, admin_pb2_grpc, common_pb2
+from prefixcache_client.address import parse_address
 
-ADDRESS_VARIABLE: Final = "PREFIXCACHE_ADDRESS"
 TIMEOUT_S: Final = 5.0
 # Clearing a large cache or draining takes as long as it takes; a hanging daemon must still end the command.
 LONG_TIMEOUT_S: Final = 120.0
@@ -29,9 +27,15 @@ Response = TypeVar("Response")
 
 
 def resolve_address(given: str | None) -> str:
-    """The address to ask: the one given, else PREFIXCACHE_ADDRESS, else the default socket. A path means a socket."""
-    address = given or os.environ.get(ADDRESS_VARIABLE) or f"unix://{defaults.socket_path()}"
-    return f"unix://{address}" if address.startswith("/") else address
+    """The address to ask, as `Client()` finds it: the one given, else PREFIXCACHE_ADDRESS, else the default socket.
+
+    Raises CliError for what is none.
+    """
+    try:
+        address = parse_address(given)
+    except ValueError as error:
+        raise bad_usage(str(error), "give --address unix:///PATH or HOST:PORT") from error
+    return f"unix://{address.socket_path}" if address.socket_path else address.target
 
 
 class Daemon:

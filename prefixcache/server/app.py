@@ -11,19 +11,17 @@ import logging
 import os
 import resource
 import secrets
-import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import Final
 
 from prefixcache.core import events as e
 from prefixcache.core.ids import HOST_POOL
 from prefixcache.core.planner import Planner
 from prefixcache.core.spec import Limits, PlannerConfig, PoolSpec
-from prefixcache.server import http, logs, units, wiring
+from prefixcache.server import http, logs, signals, units, wiring
 from prefixcache.server.admin_calls import drain
 from prefixcache.server.config import DEFAULT_HTTP, Config, ConfigError, Loaded
 from prefixcache.server.dispatch import CallCounters
@@ -45,6 +43,7 @@ log = logging.getLogger(__name__)
 _BEAT_LIMIT_S: Final = 5.0
 _GRACE_S: Final = 1.0
 _MOST_FILES: Final = 1 << 16
+_LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 _GENERATION_BITS: Final = 62
 
 
@@ -127,6 +126,8 @@ class Daemon:
         self.executor.start(self.owner.call)
         if config.warm_restart:
             restore(self.owner, self.memory)
+            for space in self.planner.state.namespaces.values():
+                self.shell.add_namespace(space.number, space.fingerprint, space.spec, "")
         self.memory.start(self._capacity_ready)
         self._start_grpc()
         self._start_local()
@@ -148,6 +149,8 @@ class Daemon:
         if self.config.listen:
             host, port = units.parse_host_port(self.config.listen)
             real = server.listen(units.format_host_port(host, port))
+            if host not in _LOOPBACK:
+                log.warning("anyone who reaches this address can use the cache", extra={"facts": {"listen": host}})
             self.addresses.append(units.format_host_port(host, real))
         server.start()
 
@@ -201,13 +204,7 @@ def run(loaded: Loaded, ready_fd: int | None = None, on_ready: Callable[[Daemon]
     daemon = Daemon(loaded)
     threading.excepthook = _log_thread_death
 
-    def on_signal(number: int, _: FrameType | None) -> None:
-        if daemon.stopping.is_set():
-            daemon.hurry.set()
-        daemon.stopping.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
+    signals.watch(lambda count: (daemon.stopping if count == 1 else daemon.hurry).set())
     daemon.start()
     # What lives now lives until the end: the collector need not look at it again.
     gc.collect()
@@ -235,7 +232,8 @@ def _planner_config(config: Config, memory: HostMemory) -> PlannerConfig:
         pools=(PoolSpec(memory.size_bytes, memory.slab_bytes),),
         # Random, so that no restart repeats a generation that a worker still remembers.
         first_generation=secrets.randbits(_GENERATION_BITS) + 1,
-        ready_bytes=0,
+        # A pool that was found again is in memory already, and its slots must be there for the snapshot.
+        ready_bytes=0 if memory.snapshot is None else None,
         checksum=config.checksums,
         limits=Limits(
             max_sessions=config.max_sessions,

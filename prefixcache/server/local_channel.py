@@ -36,6 +36,7 @@ _OPEN: Final = local.METHOD_OPEN_SESSION
 _MAP: Final = local.METHOD_MAP_POOL
 _ECHO: Final = local.METHOD_ECHO
 _IDLE_S: Final = 0.25
+_LOOK_AROUND_S: Final = 1.0
 _GREETING_S: Final = 10.0  # a peer that has said nothing for so long is not a worker
 _SPARE_CONNECTIONS: Final = 64  # connections beyond the sessions, on their way in or out
 _MAX_BUFFERED: Final = 256 << 20  # unfinished frames of all peers together
@@ -93,6 +94,7 @@ class LocalChannel:
         self._buffered = 0
         self._dead: list[Connection] = []
         self._stopping = False
+        self._is_resting = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._targets: dict[int, Callable[[int], None]] = {}
@@ -114,9 +116,9 @@ class LocalChannel:
                 self._unfinished.popleft().work()
             self._beat()
             now = time.monotonic()
-            if now - checked_at > 1.0:
+            if now - checked_at > _LOOK_AROUND_S:
                 checked_at = now
-                self._drop_silent(now)
+                self._look_around(now)
         self._close()
 
     def post(self, work: Callable[[], None]) -> None:
@@ -220,8 +222,12 @@ class LocalChannel:
     def _accept(self, _: int) -> None:
         try:
             sock, _address = self._listener.accept()
-        except OSError as error:  # gone again, or out of descriptors: the others go on
+        except OSError as error:
+            # Gone again, or out of descriptors. The listener stays readable then, so it rests until the next look
+            # around, or this loop would do nothing else.
             log.warning("a connection could not be accepted", extra={"facts": {"error": error}})
+            self._forget(self._listener.fileno())
+            self._is_resting = True
             return
         peer = peer_of(sock)
         if not self._any_user and peer.uid not in (os.geteuid(), 0):
@@ -258,7 +264,11 @@ class LocalChannel:
         while self._dead:
             self._dead.pop().sock.close()
 
-    def _drop_silent(self, now: float) -> None:
+    def _look_around(self, now: float) -> None:
+        """Once a second: accept again, and drop connections that have said nothing."""
+        if self._is_resting:
+            self._is_resting = False
+            self._register(self._listener.fileno(), self._accept)
         for connection in list(self._connections.values()):
             if connection.session is None and now - connection.accepted_at > _GREETING_S:
                 self.lost(connection)

@@ -13,6 +13,7 @@ from typing import Any, Final
 from prefixcache.core import commands as c
 from prefixcache.core import events as e
 from prefixcache.core.ids import ID_BYTES
+from prefixcache.core.spec import NamespaceSpec
 from prefixcache.server import layouts
 from prefixcache.server.config import Config
 from prefixcache.server.errors import CallError
@@ -71,6 +72,15 @@ class Shell:
             raise CallError(
                 common.REASON_NAMESPACE_UNKNOWN, f"namespace {number} is unknown since this server started; open it"
             ) from None
+
+    def add_namespace(self, number: int, fingerprint: bytes, spec: NamespaceSpec, label: str) -> None:
+        """Know a namespace that the planner knows. The first label stays."""
+        known = self.namespaces.get(number)
+        if known is None or not known.label:
+            sizes = tuple(part.size_bytes for part in spec.parts)
+            namespace = Namespace(number, fingerprint, label, spec, sizes, layouts.head_bytes(spec))
+            self.namespaces[number] = self.by_fingerprint[fingerprint] = namespace
+            self.next_namespace = max(self.next_namespace, number + 1)
 
     def end(self, session: Session) -> bool:
         """End a session: its leases and keys are free. True if slots wait for its process's exit. Can be repeated."""
@@ -165,15 +175,7 @@ class SessionCalls:
             known = message.fingerprint in shell.by_fingerprint
             event = e.NamespaceOpened(shell.next_namespace, message.fingerprint, spec)
             ready: c.NamespaceReady = expect(shell.owner.call(event), c.NamespaceReady)
-            if ready.namespace == shell.next_namespace:
-                shell.next_namespace += 1
-            if ready.namespace not in shell.namespaces:
-                sizes = tuple(part.size_bytes for part in spec.parts)
-                namespace = Namespace(
-                    ready.namespace, message.fingerprint, message.label, spec, sizes, layouts.head_bytes(spec)
-                )  # fmt: skip
-                shell.namespaces[ready.namespace] = namespace
-                shell.by_fingerprint[message.fingerprint] = namespace
+            shell.add_namespace(ready.namespace, message.fingerprint, spec, message.label)
         if message.root_key:
             session.root_keys[ready.namespace] = message.root_key
         block_bytes = shell.namespaces[ready.namespace].block_bytes

@@ -228,7 +228,8 @@ def test_a_silent_connection_is_dropped(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_another_users_process_is_turned_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     daemon = start_daemon(tmp_path)
-    stranger = LocalDriver(daemon.place.local_path)
+    friend = LocalDriver(daemon.place.local_path)
+    greet(friend)
     try:
         monkeypatch.setattr(local_channel, "peer_of", lambda _: Peer(pid=1, uid=12345))
         refused = LocalDriver(daemon.place.local_path)
@@ -237,7 +238,7 @@ def test_another_users_process_is_turned_away(monkeypatch: pytest.MonkeyPatch, t
         counted = {c.label: c.value for c in daemon.statistics.snapshot().counters if c.name == "refused_calls"}
         assert counted["connect:not_yours"] == 1
     finally:
-        stranger.close()
+        friend.close()
         daemon.stop()
 
 
@@ -259,3 +260,36 @@ def test_map_pool_hands_over_both_descriptors(peer: LocalDriver, daemon: Daemon)
     with pytest.raises(Failure) as refused:
         peer.call("MapPool", local_pb2.MapPoolRequest(pool=5))
     assert refused.value.reason == common.REASON_BAD_ARGUMENT
+
+
+def test_running_out_of_descriptors_stops_nobody_who_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    daemon = start_daemon(tmp_path)
+    here = LocalDriver(daemon.place.local_path)
+    greet(here)
+    tries = [0]
+
+    class Full:
+        """A listener whose first accept fails."""
+
+        def accept(self) -> tuple[socket.socket, object]:
+            tries[0] += 1
+            if tries[0] == 1:
+                raise OSError(24, "too many open files")
+            return real.accept()
+
+        def fileno(self) -> int:
+            return real.fileno()
+
+        def close(self) -> None:
+            real.close()
+
+    assert daemon._local is not None
+    real = daemon._local._listener
+    monkeypatch.setattr(daemon._local, "_listener", Full())
+    late = LocalDriver(daemon.place.local_path)
+    assert here.raw(ECHO, b"x") == b"x"
+    greet(late)
+    assert tries[0] == 2, "it rested in between"
+    here.close()
+    late.close()
+    daemon.stop()

@@ -9,6 +9,8 @@ import grpc
 import pytest
 
 from prefixcache.server.app import Daemon
+from prefixcache.server.errors import CallError
+from prefixcache.server.streams import StreamCalls
 from prefixcache.v1 import cache_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
 from tests.contract.conftest import BLOCK_TOKENS, Worker, namespace_spec, new_id, new_keys, start_daemon
@@ -192,20 +194,20 @@ def test_only_the_owner_reads_and_writes(driver: GrpcDriver) -> None:
     owner.release(lease, 1)
 
 
-def test_a_lease_that_ends_while_it_is_read_is_lost_not_wrong(driver: GrpcDriver) -> None:
+def test_a_lease_that_ends_while_it_is_read_is_lost_not_wrong(driver: GrpcDriver, daemon: Daemon) -> None:
     worker = Worker(driver, large_spec())
     keys, reservation, lease = new_keys(2), new_id(), new_id()
     worker.reserve(reservation, keys)
     filled(worker, reservation, 2)
     worker.acquire(keys, lease=lease)
-    method = raw(driver.channel).unary_stream("/prefixcache.v1.CacheService/ReadBlocks")
-    # Larger than what gRPC takes in advance, so the server is still reading when the lease ends.
-    stream = method(pb.ReadBlocksRequest(session=worker.session, lease=lease).SerializeToString(), timeout=20)
+    # The server's own stream, piece by piece: gRPC would have sent an unknown number of them ahead.
+    request = pb.ReadBlocksRequest(session=worker.session, lease=lease)
+    stream = StreamCalls(daemon.shell).read_blocks(daemon.shell.sessions.require(worker.session), request)
     next(stream)
     worker.release(lease, 0)
-    with pytest.raises(grpc.RpcError) as lost:
-        list(stream)
-    assert grpc_failure(lost.value).reason == common.REASON_LEASE_LOST
+    with pytest.raises(CallError) as lost:
+        next(stream)
+    assert lost.value.reason == common.REASON_LEASE_LOST
 
 
 def test_streams_have_a_bound_and_unary_calls_go_on(tmp_path: Any) -> None:

@@ -49,19 +49,19 @@ def acquire(link: Link, ns: Namespace, prompt: Prompt, wish: Wish) -> Lease:
 
     def build(session: Session, deadline: float) -> bytes:
         number = session.namespaces.get(epoch.fingerprint)
-        return cache_pb2.AcquireRequest(
-            session=session.session_id,
-            lease=lease_id,
-            namespace_id=session.namespace_id(epoch.fingerprint, ns.form, ns.label, deadline)
-            if number is None
-            else number,
-            keys=keys,
-            from_block=first,
-            prompt_tokens=prompt_tokens,
-            max_blocks=last,
-            ttl_ms=int(ttl_s * _MS),
-            recompute_s_per_token=recompute_s_per_token,
-        ).SerializeToString()
+        if number is None:
+            number = session.namespace_id(epoch.fingerprint, ns.form, ns.label, deadline)
+        request = cache_pb2.AcquireRequest(
+            session=session.session_id, lease=lease_id, namespace_id=number, keys=keys, prompt_tokens=prompt_tokens
+        )
+        request.max_blocks = last
+        if first:
+            request.from_block = first
+        if ttl_s:
+            request.ttl_ms = int(ttl_s * _MS)
+        if recompute_s_per_token:
+            request.recompute_s_per_token = recompute_s_per_token
+        return request.SerializeToString()
 
     began = time.monotonic()
     try:
@@ -76,7 +76,7 @@ def acquire(link: Link, ns: Namespace, prompt: Prompt, wish: Wish) -> Lease:
             _give_back(link, session, lease_id)
         return _missed(link, ns, first, looked_up, reason_name(answer.stop) or NOT_CACHED)
     reason = reason_name(answer.stop) if answer.stop else ""
-    grant = Grant(session, lease_id, began + answer.ttl_ms / _MS, answer.runs)
+    grant = Grant(session, lease_id, began + answer.ttl_ms / _MS, answer)
     missed = (last - ready) * size
     link.counters.acquired((ready - first) * size, missed, reason or NOT_CACHED, usable - last * size)
     return Lease(link, ns.form, ready, first, reason, grant)

@@ -30,6 +30,8 @@ class CircuitBreaker:
         self._wait_s = open_s
         self._retry_at = 0.0
         self._opened = 0
+        self.calm = True
+        """Whether it is closed and has seen no failure since the last success: then nobody needs to ask or tell it."""
 
     @property
     def state(self) -> str:
@@ -58,17 +60,19 @@ class CircuitBreaker:
 
     def success(self) -> None:
         """A call was answered, with whatever answer."""
-        if self._state == CLOSED and not self._failures:
+        if self.calm:
             return
         with self._lock:
             self._state = CLOSED
             self._failures = 0
             self._wait_s = self._open_s
+            self.calm = True
 
     def failure(self, now: float) -> None:
         """A call got no answer."""
         with self._lock:
             self._failures += 1
+            self.calm = False
             if self._state == HALF_OPEN:
                 self._wait_s = min(self._wait_s * 2, self._max_open_s)
             elif self._state == OPEN or self._failures < self._threshold:

@@ -48,6 +48,15 @@ class FrameBuffer:
         """Add received bytes."""
         self._bytes = self._bytes + data if self._bytes else data
 
+    def take_next(self, data: bytes) -> Frame | None:
+        """As `feed` and `take`: nearly always `data` is one whole frame and nothing else."""
+        if not self._bytes and len(data) >= HEADER_BYTES:
+            size, call_id, method, flags = _HEADER.unpack_from(data)
+            if len(data) == HEADER_BYTES + size and not flags & ~_KNOWN_FLAGS:
+                return call_id, method, flags, data[HEADER_BYTES:]
+        self.feed(data)
+        return self.take()
+
     def missing(self) -> int:
         """Bytes that the frame begun still lacks; 0 when its header has not come."""
         if len(self._bytes) < HEADER_BYTES:

@@ -68,12 +68,8 @@ class GrpcTransport:
         self._lock = threading.RLock()
         self._actions: list[Callable[[], None]] = []
         self._ended = threading.Event()
+        self.alive = True
         _live.add(self)
-
-    @property
-    def alive(self) -> bool:
-        """False once the channel was given up."""
-        return not self._ended.is_set()
 
     def call(self, method: int, payload: bytes, timeout_s: float) -> bytes:
         """The answer to `payload`. Raises Unreachable (reason `deadline` after `timeout_s`) or Refused."""
@@ -133,8 +129,9 @@ class GrpcTransport:
     def close(self) -> None:
         """Give the channel up; calls still waiting end as Unreachable."""
         with self._lock:
-            if self._ended.is_set():
+            if not self.alive:
                 return
+            self.alive = False
             self._ended.set()
             actions, self._actions = self._actions, []
         for action in actions:
@@ -187,6 +184,7 @@ class GrpcTransport:
     def forget_in_child(self) -> None:
         """Give up the parent's channel in a forked child without touching it: grpc's threads are not here."""
         self._lock = threading.RLock()
+        self.alive = False
         self._ended = threading.Event()
         self._ended.set()
         self._actions = []

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from prefixcache.v1 import cache_pb2, common_pb2
+from prefixcache.v1 import cache_pb2
 from prefixcache_client.blocks import BlockFormat
 from prefixcache_client.errors import Failure, LeaseEndedError
 from prefixcache_client.link import Link
@@ -39,7 +39,7 @@ class Grant:
 
     __slots__ = ("_packed", "_runs", "ends_at", "lease", "session")
 
-    def __init__(self, session: Session, lease: bytes, ends_at: float, packed: Sequence[common_pb2.PartRun]) -> None:
+    def __init__(self, session: Session, lease: bytes, ends_at: float, packed: cache_pb2.AcquireResponse) -> None:
         self.session = session
         self.lease = lease
         self.ends_at = ends_at
@@ -49,7 +49,7 @@ class Grant:
     def runs(self, form: BlockFormat) -> Sequence[SlotRun]:
         """The slots. Raises Unreachable where the server contradicts itself."""
         if self._runs is None:
-            self._runs = leased_runs(form, self._packed)
+            self._runs = leased_runs(form, self._packed.runs)
         return self._runs
 
 

@@ -68,7 +68,7 @@ class LocalTransport:
         except OSError as error:
             self._sock.close()
             raise Unreachable(f"no local channel at {path}: {error}", lost=True) from error
-        self._dead = False
+        self.alive = True
         self._buffer = FrameBuffer()
         self._ids = itertools.count(1)
         self._calls: dict[int, _Call] = {}
@@ -82,11 +82,6 @@ class LocalTransport:
         self._sending = threading.Lock()
         self._reading = threading.Lock()
         self._state = threading.Lock()
-
-    @property
-    def alive(self) -> bool:
-        """False once the connection has ended."""
-        return not self._dead
 
     def call(self, method: int, payload: bytes, timeout_s: float) -> bytes:
         """The answer to `payload`. Raises Unreachable (reason `deadline` after `timeout_s`) or Refused."""
@@ -133,7 +128,7 @@ class LocalTransport:
     def on_lost(self, action: Callable[[], None]) -> None:
         """Have `action` called once when the connection ends; at once if it has."""
         with self._state:
-            if not self._dead:
+            if self.alive:
                 self._actions.append(action)
                 return
         action()
@@ -155,7 +150,7 @@ class LocalTransport:
             raise Unreachable("another call could not be sent in time", reason=DEADLINE)
         sent = False
         try:
-            if self._dead:
+            if not self.alive:
                 raise Unreachable("the connection has ended", lost=True)
             self._sock.sendall(frame)
             sent = True
@@ -189,7 +184,7 @@ class LocalTransport:
                     self._reading.release()
             if call.frame is not None:
                 return call.frame
-            if self._dead:
+            if not self.alive:
                 raise Unreachable("the connection ended before the answer came", lost=True)
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0 or not call.wake.acquire(timeout=remaining_s):
@@ -199,22 +194,22 @@ class LocalTransport:
         """Receive for everybody until the answer of `call_id` has come. The caller holds `_reading`."""
         buffer, deadline = self._buffer, 0.0
         try:
-            while True:
-                frame = buffer.take()
-                if frame is None:
-                    if deadline:
-                        timeout_s = deadline - time.monotonic()
-                    else:
-                        deadline = time.monotonic() + timeout_s
-                    self._bound(timeout_s)
-                    buffer.feed(self._receive())
-                elif frame[0] == call_id:
-                    return frame
-                else:
+            frame = buffer.take()
+            while frame is None or frame[0] != call_id:
+                if frame is not None:
                     self._deliver(frame)
+                    frame = buffer.take()
+                    continue
+                if deadline:
+                    timeout_s = deadline - time.monotonic()
+                else:
+                    deadline = time.monotonic() + timeout_s
+                self._bound(timeout_s)
+                frame = buffer.take_next(self._receive())
         except BadFrame as error:
             self._end()
             raise Unreachable(f"the server does not speak the protocol: {error}", lost=True) from error
+        return frame
 
     def _deliver(self, frame: Frame) -> None:
         """Give an answer to the thread that waits for it, if one still does."""
@@ -280,9 +275,9 @@ class LocalTransport:
     def _end(self) -> None:
         """Mark the connection as ended and make every system call on it return; run what `on_lost` was given."""
         with self._state:
-            if self._dead:
+            if not self.alive:
                 return
-            self._dead = True
+            self.alive = False
             actions, self._actions = self._actions, []
         with contextlib.suppress(OSError):  # the peer was faster
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -303,7 +298,7 @@ class LocalTransport:
     def forget_in_child(self) -> None:
         """Give up the parent's connection in a forked child: no shutdown, which the parent would feel."""
         self._make_locks()
-        self._dead = True
+        self.alive = False
         actions, self._actions = self._actions, []
         for action in actions:
             action()

@@ -6,7 +6,10 @@ with that array. No calls are made here beyond MapPool, and nothing is known of 
 
 import os
 from collections.abc import Iterable, Sequence
+from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from prefixcache.v1 import common_pb2, local_pb2
@@ -19,7 +22,11 @@ from prefixcache_offload.mapping import Bytes
 from prefixcache_offload.memfd import FIXED_SIZE, BadDescriptor, get_seals
 from prefixcache_offload.memory import Memory
 from prefixcache_offload.pool import MappedPool
+from prefixcache_offload.prefault import enter_pages
 from prefixcache_offload.units import SLOT_GRANULE
+
+_STRETCH_BYTES: Final = 2 << 20
+"""What is entered into the page table at once; slots are granted only where the daemon has touched memory far ahead."""
 
 
 class MappedPools:
@@ -28,11 +35,13 @@ class MappedPools:
     def __init__(self, transport: LocalTransport, pools: Iterable[common_pb2.Pool], timeout_s: float) -> None:
         """Map all host pools. No other call may be under way. Raises Unreachable when one cannot be mapped."""
         self._pools: dict[int, tuple[MappedPool, Memory]] = {}
+        self._entered: dict[int, npt.NDArray[np.bool_]] = {}
         try:
             for pool in pools:
                 if pool.tier == common_pb2.TIER_HOST:
                     mapped = _map(transport, pool.pool, timeout_s)
                     self._pools[pool.pool] = (mapped, Memory.of_bytes(mapped.data))
+                    self._entered[pool.pool] = np.zeros(-(-pool.size_bytes // _STRETCH_BYTES), np.bool_)
         except Unreachable:
             self.close()
             raise
@@ -40,9 +49,10 @@ class MappedPools:
 
     def memory(self, run: SlotRun, slot_bytes: int) -> Memory:
         """The memory of a run's pool. Raises Unreachable when the pool is gone or a slot lies outside of it."""
-        _, memory = self._entry(run.pool)
+        mapped, memory = self._entry(run.pool)
         if run.count and int(run.slots.max()) * SLOT_GRANULE + slot_bytes > memory.size_bytes:
             raise Unreachable("the server named a slot outside of its pool")
+        self._enter(mapped, self._entered[run.pool], run, slot_bytes)
         return memory
 
     def unchanged(self, runs: Sequence[SlotRun]) -> bool:
@@ -67,6 +77,20 @@ class MappedPools:
         while pools:
             _, (mapped, _) = pools.popitem()
             mapped.close()
+
+    def _enter(self, mapped: MappedPool, entered: npt.NDArray[np.bool_], run: SlotRun, slot_bytes: int) -> None:
+        """Enter the pages of slots met for the first time, a stretch at a time; the daemon has touched them."""
+        starts = run.slots.astype(np.int64) * SLOT_GRANULE
+        touched = np.zeros_like(entered)
+        for offset in range(0, slot_bytes, _STRETCH_BYTES):
+            touched[(starts + offset) // _STRETCH_BYTES] = True
+        touched[(starts + slot_bytes - 1) // _STRETCH_BYTES] = True
+        fresh = np.flatnonzero(touched & ~entered)
+        if fresh.size:
+            entered[fresh] = True
+            for stretch in np.split(fresh, np.flatnonzero(np.diff(fresh) != 1) + 1):
+                first, last = int(stretch[0]), int(stretch[-1]) + 1
+                enter_pages(mapped.mapping, first * _STRETCH_BYTES, last * _STRETCH_BYTES)
 
     def _entry(self, pool: int) -> tuple[MappedPool, Memory]:
         try:

@@ -63,9 +63,7 @@ class Blocks:
         starts = slots.astype(np.int64) * SLOT_GRANULE
         rows = blocks - self.first_block
         if hasattr(self.arrays, "shape"):
-            whole = _stacked(self.arrays, want, rows, starts)
-            if whole is not None:
-                return [whole]
+            return [_stacked(self.arrays, want, rows, starts)]
         grouped: dict[tuple[int, int], Job] = {}
         memories: dict[int, Memory] = {}
         for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
@@ -248,24 +246,20 @@ def _place_of(array: Any, memories: dict[int, Memory]) -> tuple[Memory, Strided,
     return memory, place, array.dtype.itemsize
 
 
-def _stacked(arrays: Any, want: int, rows: Places, starts: Places) -> Job | None:
-    """One move for blocks at equal distances on both sides, or None where they are not."""
-    count = rows.size
-    if not count:
-        return None
+def _stacked(arrays: Any, want: int, rows: Places, starts: Places) -> Job:
+    """Moves between slots and rows of one array: one for all where both lie at equal distances, else one for each."""
     memory, place, itemsize = _place_of(arrays, {})
     one = Strided(place.offset, place.shape[1:], place.strides[1:])
     if one.elements * itemsize != want:
         raise ValueError(f"a block of this part has {want} bytes, a row of the array {one.elements * itemsize}")
-    pool = _dense(int(starts[0]), one.shape, itemsize)
-    engine = one.moved(int(rows[0]) * place.strides[0])
-    if count > 1:
-        steps, row_steps = np.diff(starts), np.diff(rows)
-        if steps[0] <= 0 or (steps != steps[0]).any() or (row_steps != row_steps[0]).any():
-            return None
-        pool = pool.stacked(count, int(steps[0]))
-        engine = engine.stacked(count, int(row_steps[0]) * place.strides[0])
-    return Job(memory, [Move(pool, engine)], itemsize)
+    slot, row_stride = _dense(0, one.shape, itemsize), place.strides[0]
+    steps, row_steps = np.diff(starts), np.diff(rows)
+    if rows.size > 1 and steps[0] > 0 and (steps == steps[0]).all() and (row_steps == row_steps[0]).all():
+        pool = slot.moved(int(starts[0])).stacked(rows.size, int(steps[0]))
+        engine = one.moved(int(rows[0]) * row_stride).stacked(rows.size, int(row_steps[0]) * row_stride)
+        return Job(memory, [Move(pool, engine)], itemsize)
+    pairs = zip(starts.tolist(), rows.tolist(), strict=True)
+    return Job(memory, [Move(slot.moved(start), one.moved(row * row_stride)) for start, row in pairs], itemsize)
 
 
 def _dense(start: int, shape: Iterable[int], itemsize: int) -> Strided:

@@ -33,9 +33,8 @@ KEEP_ALIVE: Final = int(local_pb2.METHOD_KEEP_ALIVE)
 class Transport(Protocol):
     """A connection to one daemon. Thread-safe. Every method raises Unreachable or Refused and nothing else."""
 
-    @property
-    def alive(self) -> bool:
-        """False once nothing can be sent any more; another transport must be made then."""
+    alive: bool
+    """False once nothing can be sent any more; another transport must be made then."""
 
     def call(self, method: int, payload: bytes, timeout_s: float) -> bytes:
         """Send the serialised request of `method` and wait for its serialised answer."""

@@ -110,3 +110,10 @@ def test_a_daemon_that_hangs_does_not_hang_the_command(
 def test_a_path_is_taken_as_a_socket(admin: FakeAdmin, run: Run) -> None:
     path = admin.address.removeprefix("unix://")
     assert json.loads(run("status", "--json", "--address", path).stdout)["address"] == admin.address
+
+
+@pytest.mark.parametrize("address", ["nonsense", "host:", "host:99999", "unix:"])
+def test_what_is_no_address_is_a_mistake_of_the_command_line(run: Run, address: str) -> None:
+    result = run("status", "--address", address, "--json")
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["error"]["reason"] == "bad_usage"

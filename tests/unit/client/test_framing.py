@@ -25,6 +25,20 @@ def test_any_cut_gives_the_same_frames(frames: list[tuple[int, int, int, bytes]]
     assert got == frames
 
 
+@given(frames=st.lists(frame, max_size=8), cuts=st.lists(st.integers(1, 80), min_size=1))
+def test_the_short_way_gives_the_same(frames: list[tuple[int, int, int, bytes]], cuts: list[int]) -> None:
+    wire = b"".join(pack_frame(call, method, payload, flags) for call, method, flags, payload in frames)
+    buffer, got, at = FrameBuffer(), [], 0
+    while at < len(wire):
+        step = cuts[at % len(cuts)]
+        frame = buffer.take_next(wire[at : at + step])
+        at += step
+        while frame is not None:
+            got.append(frame)
+            frame = buffer.take()
+    assert got == frames
+
+
 def test_missing_says_how_much_of_a_frame_is_to_come() -> None:
     buffer = FrameBuffer()
     assert buffer.missing() == 0

@@ -32,12 +32,12 @@ def begin_lease(state: State, session: Session, lease: Lease, out: list[Command]
 def read_run(space: Namespace, part: int, rows: list[slice | Rows], first_block: int, pool: PoolId) -> Run:
     """Where one part of consecutive blocks is. rows: pieces to index a column with (`Path.stretches`)."""
     column = space.table.parts[part]
-    slots, generations = column.slots, column.generations
     if len(rows) == 1:
-        piece = rows[0]
-        return Run(part, first_block, pool, slots[piece].tobytes(), generations[piece].tobytes())
-    packed_slots = b"".join([slots[piece].tobytes() for piece in rows])
-    return Run(part, first_block, pool, packed_slots, b"".join([generations[piece].tobytes() for piece in rows]))
+        slots, generations = column.packed(rows[0])
+        return Run(part, first_block, pool, slots, generations)
+    pieces = [column.packed(piece) for piece in rows]
+    packed_slots = b"".join([slots for slots, _ in pieces])
+    return Run(part, first_block, pool, packed_slots, b"".join([generations for _, generations in pieces]))
 
 
 def look_up_foreign(index: ForeignIndex, event: LookupRequested, block_tokens: int) -> LookedUp:

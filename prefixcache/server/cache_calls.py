@@ -43,7 +43,7 @@ class CacheCalls:
         keys = request.keys
         if not keys or len(keys) % KEY_BYTES or request.tokens:
             keys = self._keys(session, request, allow_none=request.prompt_tokens > 0)
-        event = self._acquire_event(session, request, keys, namespace.spec.block_tokens)
+        event = self._acquire_event(session, request, namespace, keys)
         tail = keys[-KEY_BYTES:]
         with self._lock:
             reply = self._owner.acquire(event)
@@ -54,21 +54,18 @@ class CacheCalls:
         raise reasons.refusal(expect(reply, c.Refused))
 
     def _acquire_event(
-        self, session: Session, request: pb.AcquireRequest, keys: bytes, block_tokens: int
+        self, session: Session, request: pb.AcquireRequest, namespace: Namespace, keys: bytes
     ) -> e.AcquireRequested:
-        if self._shell.draining:
+        shell = self._shell
+        if shell.draining:
             raise _draining()
-        config, first, most = self._shell.config, request.from_block, request.max_blocks
+        config, first, most = shell.config, request.from_block, request.max_blocks
+        prompt_tokens = request.prompt_tokens or _prompt_tokens(request, keys, namespace.spec.block_tokens)
+        ttl_s = granted_ttl(request.ttl_ms, config.lease_ttl, config.lease_ttl_max)
+        limit = max(most - first, 0) if most else None
         return e.AcquireRequested(
-            session.id,
-            request.lease,
-            request.namespace_id,
-            keys,
-            first,
-            request.prompt_tokens or _prompt_tokens(request, keys, block_tokens),
-            granted_ttl(request.ttl_ms, config.lease_ttl, config.lease_ttl_max),
-            max(most - first, 0) if most else None,
-        )
+            session.id, request.lease, namespace.number, keys, first, prompt_tokens, ttl_s, limit
+        )  # fmt: skip
 
     def _granted(self, session: Session, namespace: Namespace, tail: bytes, reply: c.Acquired) -> bytes:
         """Note the lease, inside the owner's lock, and say what is in it."""

@@ -95,18 +95,24 @@ def workers(count: int, checkpoint: Path, address: str, folder: Path) -> Iterato
         started = []
         for number in range(count):
             log = folder / f"worker-{number}.log"
-            worker = WorkerProcess(number, _start(checkpoint, address, threads, log), log)
+            environ = _environ(threads, folder)
+            worker = WorkerProcess(number, _start(checkpoint, address, threads, environ, log), log)
             stack.callback(worker.end)
             started.append(worker)
         yield started
 
 
-def _start(checkpoint: Path, address: str, threads: int, log: Path) -> subprocess.Popen[str]:
+def _environ(threads: int, folder: Path) -> dict[str, str]:
+    """Whatever libraries leave in the folder for temporary files goes with the demo's own."""
+    own = {"OMP_NUM_THREADS": str(threads), "TMPDIR": str(folder)}
+    return os.environ | own | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+def _start(checkpoint: Path, address: str, threads: int, environ: dict[str, str], log: Path) -> subprocess.Popen[str]:
     command = [
         *(sys.executable, "-m", "prefixcache.cli.demo_worker", "--checkpoint", str(checkpoint)),
         *("--address", address, "--threads", str(threads)),
     ]
-    environ = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     with log.open("wb") as errors:
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ

@@ -24,7 +24,6 @@ from prefixcache.core.slabs import SlabMover
 from prefixcache.core.state import Session, State
 
 # Members of an enum are looked up by a Python call each time (Python 3.11): what every call needs is kept here.
-_PARTIAL_BLOCK = Miss.PARTIAL_BLOCK
 _HOST = int(Tier.HOST)
 
 
@@ -65,10 +64,8 @@ class Acquiring:
                 return
         tokens = space.block_tokens
         state.stats.acquires += 1
-        ledger = state.stats.tokens
-        ledger.looked_up += event.prompt_tokens - from_block * tokens
-        if event.prompt_tokens != key_blocks * tokens:
-            ledger.miss[_PARTIAL_BLOCK] += event.prompt_tokens - key_blocks * tokens
+        total = event.prompt_tokens
+        state.stats.tokens.look_up(total - from_block * tokens, total - key_blocks * tokens)
         stop = None
         if end < key_blocks:
             stop = self._count_misses(space, path, event, (end, limit))

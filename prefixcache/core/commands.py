@@ -244,7 +244,7 @@ class Cleared:
 
 @dataclass(slots=True)
 class DrainFinished:
-    """No reservation is left and none will come."""
+    """No reservation is left and none will come. No reply: it may stand behind the answer to the last Commit."""
 
 
 @dataclass(slots=True)
@@ -293,11 +293,17 @@ Reply: TypeAlias = (
     | Committed
     | Aborted
     | Cleared
-    | DrainFinished
     | SnapshotTaken
     | SnapshotLoaded
 )
 Order: TypeAlias = (
-    SetGenerations | CopySlots | ComputeChecksum | VerifyParts | LeaseEnded | ReservationEnded | Published
+    SetGenerations
+    | CopySlots
+    | ComputeChecksum
+    | VerifyParts
+    | LeaseEnded
+    | ReservationEnded
+    | DrainFinished
+    | Published
 )
 Command: TypeAlias = Reply | Order

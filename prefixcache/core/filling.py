@@ -195,10 +195,19 @@ class Filling:
             top = stack.pop()
             top.state = VISIBLE
             self.state.publish_blocks(Change.STORED, top, 0, out)
+            self._join(top)
             if top.children:
                 stack.extend(child for child in top.children.values() if child.state == WAITING)
             else:
                 self.remover.offer_leaf(top)
+
+    def _join(self, node: Node) -> None:
+        """Keeps paths compressed: an only child continues its parent's edge."""
+        parent, space = node.parent, node.space
+        if parent is None or parent.parent is None or space is None or space.foreign is not None:
+            return
+        if parent.children is not None and len(parent.children) == 1:
+            space.tree.join(node)
 
     def _withdraw(self, reservation: Reservation) -> None:
         """Frees its keys: what is not settled leaves the tree."""

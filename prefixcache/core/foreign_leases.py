@@ -89,10 +89,10 @@ class ForeignAcquiring:
         tokens = space.block_tokens
         self.state.stats.acquires += 1
         ledger = self.state.stats.tokens
-        ledger.looked_up += event.prompt_tokens - event.from_block * tokens
+        total = event.prompt_tokens
+        ledger.look_up(total - event.from_block * tokens, total - len(event.keys) // KEY_BYTES * tokens)
         ledger.miss[Miss.NOT_STORED] += (looked_up - stored) * tokens
         ledger.miss[Miss.BEYOND_LIMIT] += (stored - planned) * tokens
-        ledger.miss[Miss.PARTIAL_BLOCK] += event.prompt_tokens - len(event.keys) // KEY_BYTES * tokens
 
     def _hold(
         self, event: AcquireRequested, space: Namespace, nodes: list[Node | None], present: NDArray[np.bool_],

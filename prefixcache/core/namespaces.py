@@ -16,7 +16,6 @@ from prefixcache.core.radix import VISIBLE, Node, RadixTree
 from prefixcache.core.spec import GroupSpec, NamespaceSpec
 from prefixcache.core.table import BlockTable
 
-
 _NO_GAP = -(1 << 40)  # in front of every window
 
 

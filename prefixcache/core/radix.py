@@ -49,8 +49,8 @@ class Pin:
 class Node:
     """A run of blocks `[start, start + count)` of one path; `rows` holds one u32 per key of `edge`.
 
-    first_row: the first of its rows if each follows the one before, which is usual (then slices will do where numpy's
-    gathers cost ten times as much), else -1."""
+    first_row: its first row if each is known to follow the one before, which is usual (then slices will do where
+    numpy's gathers cost ten times as much), else -1."""
 
     __slots__ = (
         "children", "edge", "first_row", "owner", "parent", "pins", "rank", "rows", "space", "start", "state", "tick",
@@ -60,15 +60,19 @@ class Node:
         self.space = space
         self.parent = parent
         self.start = start
-        self.edge = edge
-        self.rows = rows
-        self.first_row = first_row_of(rows)
+        self.hold(edge, rows)
         self.children: dict[bytes, Node] | None = None
         self.pins: set[Pin] | None = None
         self.owner: Reservation | None = None
         self.state = VISIBLE
         self.rank = NOT_QUEUED
         self.tick = 0
+
+    def hold(self, edge: bytes, rows: bytes, first_row: int | None = None) -> None:
+        """Changes what it holds. `first_row`: where the caller knows it."""
+        self.edge = edge
+        self.rows = rows
+        self.first_row = first_row_of(rows) if first_row is None else first_row
 
     @property
     def count(self) -> int:
@@ -192,9 +196,7 @@ class RadixTree:
             node.owner.nodes[node] += count
         upper.tick = node.tick
         parent.children[upper.edge[:KEY_BYTES]] = upper
-        node.edge = node.edge[at:]
-        node.rows = node.rows[count * ROW_BYTES :]
-        node.first_row = first_row_of(node.rows)
+        node.hold(node.edge[at:], node.rows[count * ROW_BYTES :])
         node.start += count
         node.parent = upper
         upper.children = {node.edge[:KEY_BYTES]: node}
@@ -206,6 +208,25 @@ class RadixTree:
             node.pins = (node.pins - moved) or None
         return upper
 
+    def join(self, node: Node) -> None:
+        """Takes a node's parent (not the root, without another child, in the same state) into the node, which keeps its
+        identity. A conversation stored turn by turn stays one edge that way. Never while somebody holds a Path."""
+        parent = node.parent
+        assert parent is not None
+        above = parent.parent
+        assert above is not None
+        assert above.children is not None
+        assert parent.children is not None
+        assert len(parent.children) == 1
+        node.hold(parent.edge + node.edge, parent.rows + node.rows)
+        node.start = parent.start
+        node.parent = above
+        above.children[node.edge[:KEY_BYTES]] = node
+        if parent.pins:
+            for pin in parent.pins:
+                pin.node = node
+            node.pins = parent.pins | (node.pins or set())
+
     def cut_tail(self, node: Node, count: int) -> Rows:
         """Takes the last `count` blocks off a node without children and returns their rows. A node left empty leaves
         its parent; its `parent` link stays for the caller to look at."""
@@ -214,13 +235,10 @@ class RadixTree:
         keep = node.count - count
         gone = node.row_array()[keep:]
         if keep:
-            node.edge = node.edge[: keep * KEY_BYTES]
-            node.rows = node.rows[: keep * ROW_BYTES]
-            node.first_row = first_row_of(node.rows)
+            node.hold(node.edge[: keep * KEY_BYTES], node.rows[: keep * ROW_BYTES], node.first_row)
         else:
             self.unlink(node)
-            node.edge = node.rows = b""
-            node.first_row = -1
+            node.hold(b"", b"", -1)
         return gone
 
     def unlink(self, node: Node) -> None:

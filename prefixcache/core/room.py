@@ -38,9 +38,9 @@ class RoomMaker:
             # More than the pool could ever hold would only evict everything for nothing.
             wanted = min(count * each, host.class_capacity(stride))
             if host.free_slots(stride) < wanted:
+                self.transfers.consider(stride, out)
                 if not self.evictor.free_up(stride, wanted, out):
                     self.transfers.take_over(stride, wanted, out)
-                self.transfers.consider(stride, out)
             got.update({part: host.allocate(stride, count) for part in parts if space.strides[part] == stride})
         least = min(len(slots) for slots in got.values())
         surplus = [slots[least:] for slots in got.values() if len(slots) > least]

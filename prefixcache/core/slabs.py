@@ -26,7 +26,7 @@ class Move:
 
     __slots__ = ("doomed", "generation", "old_generations", "part", "rows", "slab", "sources", "space", "targets")
 
-    def __init__(self, space: Namespace, part: int, rows: Rows, targets: Slots, generation: int) -> None:
+    def __init__(self, slab: Slab, space: Namespace, part: int, rows: Rows, targets: Slots, generation: int) -> None:
         column = space.table.parts[part]
         self.space = space
         self.part = part
@@ -36,7 +36,7 @@ class Move:
         self.targets = targets
         self.generation = generation
         self.doomed: NDArray[np.bool_] = np.zeros(len(rows), np.bool_)  # released by their block meanwhile
-        self.slab: Slab | None = None
+        self.slab = slab
 
 
 class SlabMover:
@@ -45,6 +45,7 @@ class SlabMover:
     def __init__(self, state: State) -> None:
         self.state = state
         self.moves: dict[int, Move] = {}
+        self._kept: set[int] = set()  # slabs of which a copy failed
         self.retired: deque[tuple[int, Slots]] = deque()  # (serial, slots) wait for older leases
 
     def release(self, slots: Slots) -> None:
@@ -71,8 +72,16 @@ class SlabMover:
         if len(rows):
             self.retired.append((self.state.next_serial(), move.sources[moved]))
         self.settle_retired()
-        if move.slab is not None and all(other.slab is not move.slab for other in self.moves.values()):
-            self.state.host.reopen_slab(move.slab)
+        self._slab_done(move.slab, ok=ok)
+
+    def _slab_done(self, slab: Slab, *, ok: bool) -> None:
+        """After its last copy: a slab that was moved empty stays closed, as what is left in it only waits for leases;
+        one of which a copy failed takes slots again."""
+        if not ok:
+            self._kept.add(slab.number)
+        if all(move.slab is not slab for move in self.moves.values()) and slab.number in self._kept:
+            self._kept.discard(slab.number)
+            self.state.host.reopen_slab(slab)
 
     def settle_retired(self) -> None:
         """Frees the old slots of moves that no living lease can know."""

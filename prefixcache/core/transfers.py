@@ -77,23 +77,21 @@ class Transfers:
         host.close_slab(slab)
         if host.free_slots(slab_stride) < live:
             self.evictor.free_up(slab_stride, live, out)
-        if self.state.host.slabs.get(slab.number) is not slab:
+        if host.slabs.get(slab.number) is not slab:
             return  # the evictions emptied it
+        if host.free_slots(slab_stride) < slab.count - slab.free_count:
+            host.reopen_slab(slab)  # what cannot be moved as a whole is better left alone
+            return
         for space, part, _ in owners:
             rows = _rows_in(space, part, slab, host.slab_granules)
             if len(rows):
                 self._copy(space, part, rows, slab, out)
-        if not self.mover.moves:
-            host.reopen_slab(slab)
 
     def _copy(self, space: Namespace, part: int, rows: Rows, slab: Slab, out: list[Command]) -> None:
         state = self.state
         targets = state.host.allocate(space.strides[part], len(rows))
-        rows = rows[: len(targets)]
-        if not len(rows):
-            return
-        move = Move(space, part, rows, targets, state.next_generation())
-        move.slab = slab
+        assert len(targets) == len(rows)
+        move = Move(slab, space, part, rows, targets, state.next_generation())
         copy = self._next_copy
         self._next_copy += 1
         self.mover.moves[copy] = move

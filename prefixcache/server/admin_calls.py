@@ -44,16 +44,16 @@ class AdminCalls:
         number = self._number(request.fingerprint)
         if not request.keys or len(request.keys) % KEY_BYTES:
             raise CallError(common.REASON_BAD_KEYS, f"keys must be a multiple of {KEY_BYTES} bytes and not empty")
-        looked: c.LookedUp = expect(self._shell.owner.call(e.LookupRequested(number, request.keys)), c.LookedUp)
+        with self._shell.owner.lock:
+            looked: c.LookedUp = expect(self._shell.owner.call(e.LookupRequested(number, request.keys)), c.LookedUp)
+            blocks = self._statistics.describe_blocks(number, request.keys)
         block_tokens = self._shell.namespace(number).spec.block_tokens
         gpu, host, disk, peer = looked.tokens
         return pb.DescribePrefixResponse(
             block_tokens=block_tokens,
             tokens=len(request.keys) // KEY_BYTES * block_tokens,
             tiers=common.TierTokens(gpu=gpu, host=host, disk=disk, peer=peer),
-            blocks=[
-                pb.BlockDescription(block=block, tiers=[common.TIER_HOST]) for block in range(looked.matched_blocks)
-            ],
+            blocks=blocks[: looked.matched_blocks],
             stop=reasons.STOP[looked.stop],
         )
 

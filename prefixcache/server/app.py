@@ -42,6 +42,10 @@ log = logging.getLogger(__name__)
 
 _BEAT_LIMIT_S: Final = 5.0
 _GRACE_S: Final = 1.0
+# How long a busy thread may keep the interpreter from one that has just got a request. With Python's 5 ms, an acquire
+# on the local channel beside a ReadBlocks stream took 187 us p50 and 2.7 ms p99; with this, 104-118 us and 1.4-2 ms.
+_SWITCH_S: Final = 0.0002
+_LOOK_S: Final = 0.5
 _MOST_FILES: Final = 1 << 16
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 _GENERATION_BITS: Final = 62
@@ -74,6 +78,7 @@ class Daemon:
             {HOST_POOL: self.memory.pool},
             local_channel=self.place.local_path,
             is_growing=self.memory.is_growing,
+            blocks_of=lambda namespace: self.planner.state.namespaces[namespace].table.used,
         )
         wiring.follow_ends(self.executor.orders, self.shell)
         self.health = Health(self.heartbeats, self._troubles, self._failure)
@@ -83,6 +88,7 @@ class Daemon:
         self.grpc = GrpcServer(config.grpc_threads + config.max_streams, config.max_message_bytes)
         self.timer = Timer(self.owner, self.heartbeats.register("planner", _BEAT_LIMIT_S))
         self._grpc_health = GrpcHealth(self.health)
+        self._next_look = 0.0
         self._http: http.HttpServer | None = None
         self._local_thread: threading.Thread | None = None
         self._local: LocalChannel | None = None
@@ -133,7 +139,7 @@ class Daemon:
         self._start_local()
         if config.http:
             self._start_http()
-        self.timer.add(self._end_overdue)
+        self.timer.add(self._look_around)
         self.timer.add(self._grpc_health.refresh)
         self.timer.add(self.grpc.prober(self.heartbeats.register("grpc", _BEAT_LIMIT_S)))
         self.timer.start()
@@ -179,7 +185,13 @@ class Daemon:
     def _capacity_ready(self, ready_bytes: int) -> None:
         self.owner.call(e.CapacityReady(HOST_POOL, ready_bytes))
 
-    def _end_overdue(self) -> None:
+    def _look_around(self) -> None:
+        """Twice a second: end silent sessions (they live for seconds), note what time it is."""
+        now = self.owner.clock()
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_S
+        self.statistics.note_time()
         for session in self.shell.sessions.overdue():
             log.info("a session went silent and was ended", extra={"facts": {"client": session.name}})
             self.shell.end(session)
@@ -209,6 +221,7 @@ def run(loaded: Loaded, ready_fd: int | None = None, on_ready: Callable[[Daemon]
     # What lives now lives until the end: the collector need not look at it again.
     gc.collect()
     gc.freeze()
+    sys.setswitchinterval(_SWITCH_S)
     _say_ready(daemon, ready_fd)
     if on_ready is not None:
         on_ready(daemon)

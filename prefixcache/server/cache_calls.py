@@ -35,11 +35,14 @@ class CacheCalls:
         self._owner = shell.owner
         self._lock = shell.owner.lock
         self._holdings = shell.holdings
+        self._namespaces = shell.namespaces
+        self._lease_ttl = shell.config.lease_ttl
+        self._lease_ttl_max = shell.config.lease_ttl_max
 
     def acquire(self, session: Session, request: pb.AcquireRequest) -> bytes | Future[Any]:
         """One lookup of one prompt, pinned; the serialised AcquireResponse."""
         number = request.namespace_id
-        namespace = self._shell.namespaces.get(number) or self._shell.namespace(number)
+        namespace = self._namespaces.get(number) or self._shell.namespace(number)
         keys = request.keys
         if not keys or len(keys) % KEY_BYTES or request.tokens:
             keys = self._keys(session, request, allow_none=request.prompt_tokens > 0)
@@ -56,12 +59,11 @@ class CacheCalls:
     def _acquire_event(
         self, session: Session, request: pb.AcquireRequest, namespace: Namespace, keys: bytes
     ) -> e.AcquireRequested:
-        shell = self._shell
-        if shell.draining:
+        if self._shell.draining:
             raise _draining()
-        config, first, most = shell.config, request.from_block, request.max_blocks
+        first, most, ttl_ms = request.from_block, request.max_blocks, request.ttl_ms
         prompt_tokens = request.prompt_tokens or _prompt_tokens(request, keys, namespace.spec.block_tokens)
-        ttl_s = granted_ttl(request.ttl_ms, config.lease_ttl, config.lease_ttl_max)
+        ttl_s = granted_ttl(ttl_ms, self._lease_ttl, self._lease_ttl_max) if ttl_ms else self._lease_ttl
         limit = max(most - first, 0) if most else None
         return e.AcquireRequested(
             session.id, request.lease, namespace.number, keys, first, prompt_tokens, ttl_s, limit
@@ -191,7 +193,11 @@ class CacheCalls:
             return keys
         if not tokens:
             raise CallError(common.REASON_BAD_KEYS, "neither keys nor tokens are given")
-        namespace = self._shell.namespace(number or request.namespace_id)
+        return self._hashed(session, tokens, number or request.namespace_id)
+
+    def _hashed(self, session: Session | None, tokens: bytes, number: int) -> bytes:
+        """The keys of raw tokens. Raises CallError where this session gave no root key, or there are too many."""
+        namespace = self._shell.namespace(number)
         root = session.root_keys.get(namespace.number) if session is not None else None
         if root is None:
             raise CallError(

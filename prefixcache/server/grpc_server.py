@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from prefixcache.server.dispatch import CallCounters, parse, to_bytes, to_error
 from prefixcache.server.errors import CallError, status_details
 from prefixcache.server.service import Method, Shell
+from prefixcache.server.sessions import Session
 from prefixcache.server.streams import StreamCalls
 from prefixcache.v1 import cache_pb2
 from prefixcache.v1 import common_pb2 as pb
@@ -58,8 +59,7 @@ class GrpcCalls:
             started = time.perf_counter()
             with self._guard(context, method):
                 request = self._request(method, payload)
-                session = self._shell.sessions.require(request.session) if method.needs_session else None
-                response = method.answer(session, request)
+                response = method.answer(self._session(method, request), request)
                 if isinstance(response, Future):
                     response = response.result(_LATE_S)
                 encoded = to_bytes(response)
@@ -75,8 +75,7 @@ class GrpcCalls:
         def handle(payload: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
             with self._guard(context, method), self._stream():
                 request = self._request(method, payload)
-                session = self._shell.sessions.require(request.session) if method.needs_session else None
-                for message in method.answer(session, request):
+                for message in method.answer(self._session(method, request), request):
                     if not context.is_active():
                         return
                     yield message.SerializeToString()
@@ -116,6 +115,12 @@ class GrpcCalls:
                 limit=self._limit, size=len(payload),
             )  # fmt: skip
         return parse(method, payload)
+
+    def _session(self, method: Method, request: Any) -> Session | None:
+        named: bytes | None = getattr(request, "session", None)  # admin requests have no such field
+        if method.needs_session or named:
+            return self._shell.sessions.require(named or b"")
+        return None
 
     def _stream(self) -> "_Slot":
         if not self._streams.acquire(blocking=False):

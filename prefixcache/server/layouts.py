@@ -47,14 +47,7 @@ class Namespace:
 
 def check(message: pb.NamespaceSpec) -> NamespaceSpec:
     """The core's spec. Raises CallError (BAD_LAYOUT) for anything that cannot be a layout."""
-    if len(message.fingerprint) != _FINGERPRINT_BYTES:
-        raise _bad(f"fingerprint must be {_FINGERPRINT_BYTES} bytes, got {len(message.fingerprint)}")
-    if message.root_key and len(message.root_key) != _FINGERPRINT_BYTES:
-        raise _bad(f"root_key must be empty or {_FINGERPRINT_BYTES} bytes, got {len(message.root_key)}")
-    if len(message.label) > _MAX_LABEL:
-        raise _bad(f"label must be at most {_MAX_LABEL} characters, got {len(message.label)}")
-    if message.kind not in _KINDS:
-        raise _bad(f"namespace kind {message.kind} is unknown to this server")
+    _check_identity(message)
     if len(message.groups) > MAX_GROUPS or len(message.parts) > MAX_PARTS:
         raise _bad(f"at most {MAX_GROUPS} groups and {MAX_PARTS} parts")
     groups = tuple(_group(index, group) for index, group in enumerate(message.groups))
@@ -69,6 +62,17 @@ def check(message: pb.NamespaceSpec) -> NamespaceSpec:
     except SpecError as error:
         raise _bad(str(error)) from error
     return spec
+
+
+def _check_identity(message: pb.NamespaceSpec) -> None:
+    if len(message.fingerprint) != _FINGERPRINT_BYTES:
+        raise _bad(f"fingerprint must be {_FINGERPRINT_BYTES} bytes, got {len(message.fingerprint)}")
+    if message.root_key and len(message.root_key) != _FINGERPRINT_BYTES:
+        raise _bad(f"root_key must be empty or {_FINGERPRINT_BYTES} bytes, got {len(message.root_key)}")
+    if len(message.label) > _MAX_LABEL:
+        raise _bad(f"label must be at most {_MAX_LABEL} characters, got {len(message.label)}")
+    if message.kind not in _KINDS:
+        raise _bad(f"namespace kind {message.kind} is unknown to this server")
 
 
 def head_bytes(spec: NamespaceSpec) -> tuple[int, ...]:

@@ -60,14 +60,16 @@ class Connection:
     """The state of one peer."""
 
     __slots__ = (
-        "_channel", "_inbox", "_out", "_out_bytes", "_reading", "_skip", "accepted_at", "closed", "fd", "process",
-        "session", "sock",
+        "_channel", "_inbox", "_out", "_out_bytes", "_reading", "_recv", "_send", "_skip", "accepted_at", "closed",
+        "fd", "process", "session", "sock",
     )  # fmt: skip
 
     def __init__(self, channel: Channel, sock: socket.socket, process: Process, now: float) -> None:
         self._channel = channel
         self.sock = sock
         self.fd = sock.fileno()
+        self._recv = sock.recv
+        self._send = sock.send
         self.process = process
         self.session: Session | None = None
         self.accepted_at = now
@@ -95,7 +97,7 @@ class Connection:
         if self.closed:
             return
         try:
-            data = self.sock.recv(_RECEIVE_BYTES)
+            data = self._recv(_RECEIVE_BYTES)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
@@ -124,7 +126,12 @@ class Connection:
             return
         data = HEADER.pack(len(payload), call, method, flags) + payload
         if not self._out:
-            sent = self._send_now(data, fds)
+            try:
+                sent = self._send(data) if not fds else socket.send_fds(self.sock, [data], list(fds))
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError:
+                sent = -1
             if sent == len(data):
                 return
             if sent < 0:

@@ -68,9 +68,11 @@ class Owner:
             return self._handle(event)
 
     def acquire(self, event: e.AcquireRequested) -> Reply:
-        """Handle an acquire, with `lock` held; a future where its bytes must be verified first (resolved inside it)."""
+        """Handle an acquire; a future where its bytes must be verified first. Call it with `lock` held."""
         reply = self._handle(event)
-        return reply if reply is not None else self._waiters.setdefault(event.lease, Future())
+        if reply is not None:
+            return reply
+        return self._waiters.setdefault(event.lease, Future())
 
     def hold_time(self) -> float:
         """Stop the planner's time for one short write into a slot; call it with `lock` held, then `let_time_pass`."""

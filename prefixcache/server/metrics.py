@@ -15,6 +15,7 @@ from prefixcache.server.stats import Statistics
 from prefixcache.v1 import admin_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
 
+_GAUGES = frozenset({"slots_quarantined", "sessions_open", "background_orders"})
 _TIERS = ("gpu", "host", "disk", "peer")
 
 
@@ -43,8 +44,10 @@ class Metrics(Collector):
         yield from _health(stats)
         yield from self._calls()
         for counter in stats.counters:
-            if not counter.label:
-                yield GaugeMetricFamily(f"prefixcache_{counter.name}", f"{counter.name} since start", counter.value)
+            if counter.name in _GAUGES:
+                yield GaugeMetricFamily(f"prefixcache_{counter.name}", f"{counter.name} now", counter.value)
+            elif not counter.label:
+                yield CounterMetricFamily(f"prefixcache_{counter.name}", f"{counter.name} since start", counter.value)
         yield _labelled(stats.counters, "blocks_skipped", ["reason"])
         yield _labelled(stats.counters, "refused_calls", ["method", "reason"])
 

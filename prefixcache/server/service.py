@@ -34,7 +34,7 @@ _MAX_NAME: Final = 200
 class Method:
     """One rpc. `answer(session, request)` answers a message, a future of one, or, for streams, an iterator.
 
-    `session` is None only where `needs_session` is False.
+    `session` is None where `needs_session` is False and the request names none.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Shell:
     started_at: float = field(default_factory=time.monotonic)
     draining: bool = False
     is_growing: Callable[[], bool] = lambda: False
+    blocks_of: Callable[[int], int] = lambda _: 0
 
     def __post_init__(self) -> None:
         self.sessions = Sessions(self.config.max_sessions)
@@ -172,13 +173,13 @@ class SessionCalls:
         shell, message = self._shell, request.spec
         spec = layouts.check(message)
         with shell.owner.lock:
-            known = message.fingerprint in shell.by_fingerprint
             event = e.NamespaceOpened(shell.next_namespace, message.fingerprint, spec)
             ready: c.NamespaceReady = expect(shell.owner.call(event), c.NamespaceReady)
             shell.add_namespace(ready.namespace, message.fingerprint, spec, message.label)
         if message.root_key:
             session.root_keys[ready.namespace] = message.root_key
         block_bytes = shell.namespaces[ready.namespace].block_bytes
+        known = shell.blocks_of(ready.namespace) > 0
         return pb.OpenNamespaceResponse(namespace_id=ready.namespace, block_bytes=block_bytes, known=known)
 
 

@@ -11,6 +11,7 @@ from prefixcache.core.ledger import Stats, TokenLedger
 from prefixcache.core.planner import Planner
 from prefixcache.core.reasons import Miss
 from prefixcache.server import reasons
+from prefixcache.server.describing import TickTimes, describe_blocks
 from prefixcache.server.dispatch import CallCounters
 from prefixcache.server.health import Health
 from prefixcache.server.memory import HostMemory
@@ -34,6 +35,7 @@ class Statistics:
         self._counters = counters
         self.addresses: list[str] = []
         self.backlog: Callable[[], int] = lambda: 0
+        self._tick_times = TickTimes()
 
     def snapshot(self) -> pb.GetStatsResponse:
         """Everything, now."""
@@ -60,6 +62,19 @@ class Statistics:
             response.sessions.extend(self._sessions())
         response.counters.extend(self._shell_counters())
         return response
+
+    def note_time(self) -> None:
+        """A chore of the timer: so that idle times can be told."""
+        self._tick_times.note(self._planner.state.tick, self._shell.owner.clock())
+
+    def describe_blocks(self, namespace: int, keys: bytes) -> list[pb.BlockDescription]:
+        """The visible blocks of a prefix. Call it with the owner's lock held."""
+        now = self._shell.owner.clock()
+
+        def idle_of(tick: int) -> float:
+            return now - (self._tick_times.time_of(tick) or now)
+
+        return list(describe_blocks(self._planner, namespace, keys, idle_of))
 
     def _host_tier(self, stats: Stats) -> pb.TierStats:
         state = self._planner.state

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from prefixcache.core import invariants
 from prefixcache.server.app import Daemon
 from prefixcache.server.config import load
 from prefixcache.v1 import cache_pb2 as pb
@@ -29,13 +30,20 @@ def start_daemon(folder: Path, **flags: object) -> Daemon:
     return daemon
 
 
+def stop_daemon(daemon: Daemon) -> None:
+    """Stop it, having checked that every rule of the planner still holds."""
+    with daemon.owner.lock:
+        invariants.check(daemon.planner)
+    assert not daemon.owner.failure
+    daemon.stop()
+
+
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """One daemon for a file's tests; each test uses a namespace and keys of its own."""
     daemon = start_daemon(tmp_path_factory.mktemp("daemon"))
     yield daemon
-    daemon.stop()
-    assert daemon.planner.state.stats.tokens.is_closed()
+    stop_daemon(daemon)
 
 
 @pytest.fixture(params=TRANSPORTS)

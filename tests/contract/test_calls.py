@@ -110,8 +110,7 @@ def test_tokens_are_hashed_where_the_session_gave_a_root_key(connect: Callable[[
     store(worker, daemon, block_keys(root, tokens, BLOCK_TOKENS))
     assert worker.acquire(b"", tokens=tokens).planned_blocks == 3
     request = pb.LookupRequest(session=worker.session, namespace_id=worker.namespace, tokens=tokens)
-    if worker.driver.transport == "local":
-        assert worker.driver.call("Lookup", request).nodes[0].tokens == 3 * BLOCK_TOKENS
+    assert worker.driver.call("Lookup", request).nodes[0].tokens == 3 * BLOCK_TOKENS
     without = common.NamespaceSpec()
     without.CopyFrom(worker.spec)
     without.root_key = b""

@@ -1,6 +1,8 @@
 """What only gRPC has: health, reflection, the admin service, later rpcs that say so."""
 
+import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from prefixcache.server.app import Daemon
+from prefixcache.server.config import Loaded, load
 from prefixcache.v1 import admin_pb2, cache_pb2
 from prefixcache.v1 import common_pb2 as common
-from tests.contract.conftest import BLOCK_TOKENS, Worker, new_id, new_keys, start_daemon
+from tests.contract.conftest import BLOCK_TOKENS, Worker, new_id, new_keys, start_daemon, stop_daemon
 from tests.contract.drivers import Failure, LocalDriver, grpc_failure, raw
 from tests.e2e.processes import wait_until
 
@@ -109,7 +112,7 @@ def test_every_rpc_of_the_contract_is_answered(tmp_path: Path) -> None:
         outcomes = {path: outcome(channel, path) for path in paths}
     assert [path for path, (code, reason) in outcomes.items() if code == 12 and reason == 0] == []
     assert daemon.shell.draining
-    daemon.stop()
+    stop_daemon(daemon)
 
 
 def outcome(channel: grpc.Channel, path: str) -> tuple[int, int]:
@@ -134,7 +137,7 @@ def test_drain_waits_for_what_runs_and_can_end_the_server(tmp_path: Path) -> Non
         answer = admin(channel, "Drain", admin_pb2.DrainRequest(shutdown=True))
         assert (answer.leases, answer.reservations) == (0, 0)
     assert daemon.stopping.is_set()
-    daemon.stop()
+    stop_daemon(daemon)
 
 
 def test_evict_drops_a_subtree_a_namespace_and_everything(daemon: Daemon, channel: grpc.Channel) -> None:
@@ -158,6 +161,16 @@ def test_describe_prefix_tells_where_blocks_lie(daemon: Daemon, channel: grpc.Ch
     assert (answer.block_tokens, answer.tokens) == (BLOCK_TOKENS, 4 * BLOCK_TOKENS)
     assert answer.tiers.host == 3 * BLOCK_TOKENS
     assert [list(block.tiers) for block in answer.blocks] == [[common.TIER_HOST]] * 3
+    assert [block.leases for block in answer.blocks] == [0, 0, 0]
+    worker.acquire(keys[:64])
+    worker.acquire(keys)
+    answer = admin(channel, "DescribePrefix", request)
+    assert [block.leases for block in answer.blocks] == [2, 2, 1]
+
+    def is_idle() -> bool:
+        return all(block.idle_s > 0.2 for block in admin(channel, "DescribePrefix", request).blocks)
+
+    assert wait_until(is_idle)
     assert answer.stop == common.REASON_NOT_CACHED
     unknown = admin_pb2.DescribePrefixRequest(fingerprint=bytes(32), keys=keys)
     with pytest.raises(Failure) as refused:
@@ -190,3 +203,17 @@ def test_blocks_get_their_checksums_in_the_background(daemon: Daemon) -> None:
     table = daemon.planner.state.namespaces[worker.namespace].table
     assert wait_until(lambda: bool(table.parts[0].flags[: table.high_water].all()))
     worker.driver.close()
+
+
+def test_a_taken_default_http_port_is_no_reason_to_fail(tmp_path: Path) -> None:
+    """Nobody asked for 8440: a second daemon on the host takes a free port and says which."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags = {"socket": str(tmp_path / "d.sock"), "host_bytes": "8MiB", "drain_timeout": "1ms"}
+        loaded = load(flags, environ={})
+        config = replace(loaded.config, http=f"127.0.0.1:{port}")
+        daemon = Daemon(Loaded(config, loaded.sources))
+        daemon.start()
+    assert daemon.addresses[-1].startswith("http://127.0.0.1:")
+    assert not daemon.addresses[-1].endswith(f":{port}")
+    daemon.stop()

@@ -16,7 +16,7 @@ from prefixcache.server.app import Daemon
 from prefixcache.server.processes import Peer
 from prefixcache.v1 import cache_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
-from tests.contract.conftest import Worker, new_keys, start_daemon
+from tests.contract.conftest import Worker, new_keys, start_daemon, stop_daemon
 from tests.contract.drivers import HEADER, Failure, LocalDriver
 from tests.e2e.processes import wait_until
 
@@ -29,7 +29,7 @@ MIB = 1 << 20
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     daemon = start_daemon(tmp_path_factory.mktemp("daemon"), max_message_bytes="1MiB")
     yield daemon
-    daemon.stop()
+    stop_daemon(daemon)
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_a_silent_connection_is_dropped(monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert is_hung_up(silent)
     finally:
         silent.close()
-        daemon.stop()
+        stop_daemon(daemon)
 
 
 def test_another_users_process_is_turned_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_another_users_process_is_turned_away(monkeypatch: pytest.MonkeyPatch, t
         assert counted["connect:not_yours"] == 1
     finally:
         friend.close()
-        daemon.stop()
+        stop_daemon(daemon)
 
 
 def test_map_pool_hands_over_both_descriptors(peer: LocalDriver, daemon: Daemon) -> None:
@@ -292,4 +292,4 @@ def test_running_out_of_descriptors_stops_nobody_who_is_there(monkeypatch: pytes
     assert tries[0] == 2, "it rested in between"
     here.close()
     late.close()
-    daemon.stop()
+    stop_daemon(daemon)

@@ -10,7 +10,7 @@ import pytest
 from prefixcache.server.app import Daemon
 from prefixcache.v1 import cache_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
-from tests.contract.conftest import Worker, namespace_spec, new_id, new_keys, start_daemon
+from tests.contract.conftest import Worker, namespace_spec, new_id, new_keys, start_daemon, stop_daemon
 from tests.contract.drivers import Failure, GrpcDriver, LocalDriver, raw
 from tests.e2e.processes import wait_until
 
@@ -25,7 +25,7 @@ def short(tmp_path: Path) -> Iterator[Daemon]:
         max_namespaces=2,
     )  # fmt: skip
     yield daemon
-    daemon.stop()
+    stop_daemon(daemon)
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_a_pool_full_of_leased_blocks_grants_nothing_and_says_why(tmp_path: Path
         assert worker.acquire(keys).planned_blocks == 253, "a prefix loses its tail first"
     finally:
         driver.close()
-        daemon.stop()
+        stop_daemon(daemon)
 
 
 def test_a_grpc_call_with_garbage_is_a_bad_argument(driver: GrpcDriver) -> None:

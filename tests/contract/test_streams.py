@@ -13,7 +13,7 @@ from prefixcache.server.errors import CallError
 from prefixcache.server.streams import StreamCalls
 from prefixcache.v1 import cache_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
-from tests.contract.conftest import BLOCK_TOKENS, Worker, namespace_spec, new_id, new_keys, start_daemon
+from tests.contract.conftest import BLOCK_TOKENS, Worker, namespace_spec, new_id, new_keys, start_daemon, stop_daemon
 from tests.contract.drivers import Failure, GrpcDriver, LocalDriver, grpc_failure, raw
 from tests.e2e.processes import wait_until
 
@@ -25,7 +25,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """Blocks of more than 1 MiB need more room than other tests."""
     daemon = start_daemon(tmp_path_factory.mktemp("daemon"), host_bytes="64MiB")
     yield daemon
-    daemon.stop()
+    stop_daemon(daemon)
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_streams_have_a_bound_and_unary_calls_go_on(tmp_path: Any) -> None:
             running.result()
     finally:
         driver.close()
-        daemon.stop()
+        stop_daemon(daemon)
 
 
 def outcome_of_write(driver: GrpcDriver, message: pb.WriteBlocksRequest) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -192,6 +193,17 @@ def test_a_worker_that_only_hangs_up_keeps_its_slots_quarantined_until_it_exits(
     close_pipes(child)
 
 
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """A thousand sockets need more than the usual soft limit of 1024 descriptors, here as in the daemon."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_files")
 def test_a_thousand_sessions_at_once(daemon: DaemonProcess) -> None:
     clients = [LocalDriver(str(daemon.local)) for _ in range(1000)]
     hello = pb.OpenSessionRequest(protocol_min=1, protocol_max=1)
@@ -231,14 +243,17 @@ def test_http_tells_health_metrics_and_stats(daemon: DaemonProcess) -> None:
     worker.driver.close()
 
 
-def test_a_taken_default_http_port_is_no_reason_to_fail(folder: Path) -> None:
+@pytest.mark.parametrize("flag", ["http", "listen"])
+def test_an_address_that_is_taken_is_refused_and_nothing_stays_behind(folder: Path, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "prefixcache.server", f"--socket={folder}/e.sock", "--host-bytes=8MiB"]
-        explicit = [*command, f"--http=127.0.0.1:{port}"]
-        refused = subprocess.run(explicit, capture_output=True, text=True, timeout=30, check=False)
+        flags = {"socket": f"{folder}/e.sock", "host-bytes": "8MiB", "http": "127.0.0.1:0", flag: f"127.0.0.1:{port}"}
+        command = [sys.executable, "-m", "prefixcache.server", *(f"--{key}={value}" for key, value in flags.items())]
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert refused.returncode == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in refused.stderr
+    assert f"127.0.0.1:{port}" in refused.stderr
+    assert refused.stderr.startswith("error: ") or "\nerror: " in refused.stderr
+    assert sorted(os.listdir(folder)) == ["e.sock.lock"]
 
 
 def store(worker: Worker, blocks: int = 2) -> bytes:

@@ -150,7 +150,8 @@ class DaemonProcess:
 
 def shared_prompts(checkpoint: Path, count: int) -> list[list[int]]:
     """Real prompts that share their first 2,000 tokens and differ behind them, in what they say and in length."""
-    prompts = demo_text.make_prompts(checkpoint, count)
-    # Questions of a few lengths only would leave most positions in a block untried.
-    return [prompt.ids[: prompt.shared + 1 + (7 * i) % max(1, len(prompt.ids) - prompt.shared)] for i, prompt in
-            enumerate(prompts)]  # fmt: skip
+    # Questions alone come in a few lengths, so each loses its beginning up to another token.
+    return [
+        prompt.ids[: prompt.shared] + prompt.ids[prompt.shared + i % 9 :]
+        for i, prompt in enumerate(demo_text.make_prompts(checkpoint, count))
+    ]

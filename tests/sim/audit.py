@@ -50,31 +50,49 @@ def check_bytes(space: Namespace, memory: Memory) -> None:
 
 
 def check_planned(
-    spec: NamespaceSpec, visible: set[bytes], prompt: Prompt, event: AcquireRequested, reply: Acquired
+    space: Namespace, visible: set[bytes], prompt: Prompt, event: AcquireRequested, reply: Acquired
 ) -> None:
-    """Exactly what the published events say is there, where every block has all its parts."""
-    present = [prompt.key(block) in visible for block in range(prompt.blocks)]
+    """Exactly what the published events and the table say is there, by the definition of what is restorable."""
+    spec = space.spec
+    start = event.from_block
     limit = prompt.blocks if event.max_blocks is None else event.max_blocks
     if spec.kind is NamespaceKind.FOREIGN:
-        expected = min(sum(present[event.from_block :]), limit)
+        expected = min(sum(prompt.key(block) in visible for block in range(start, prompt.blocks)), limit)
     else:
-        leading = present.index(False) if False in present else len(present)
-        expected = max(0, min(leading - event.from_block, limit))
-    if all(group.kind is GroupKind.FULL for group in spec.groups):
-        if reply.planned_blocks != expected:
-            raise SimError(f"{reply.planned_blocks} blocks planned, {expected} are there")
-    elif has_full(spec) and reply.planned_blocks > expected:
-        raise SimError(f"{reply.planned_blocks} blocks planned, only {expected} are there")
-    end = event.from_block + reply.planned_blocks
+        expected = longest_restorable(space, prompt, start, limit) - start
+        if has_full(spec) and any(prompt.key(block) not in visible for block in range(start, start + expected)):
+            raise SimError("the table holds blocks that were never announced")
+    if reply.planned_blocks != expected:
+        raise SimError(f"{reply.planned_blocks} blocks planned, {expected} are there")
     if reply.planned_blocks and spec.kind is NamespaceKind.TOKENS:
-        check_runs(spec, reply, event.from_block, end)
+        check_runs(spec, reply, start, start + reply.planned_blocks)
+
+
+def longest_restorable(space: Namespace, prompt: Prompt, start: int, limit: int) -> int:
+    """Design section 3, word for word: at that length every full group has all its blocks, every sliding group those of
+    its window, every state group its boundary; what lies below `start` the worker has itself."""
+    row_of = {key: row for rows, keys in visible_nodes(space) for key, row in zip(keys, rows.tolist(), strict=True)}
+    rows = [row_of.get(prompt.key(block)) for block in range(prompt.blocks)]
+    matched = rows.index(None) if None in rows else len(rows)
+    for end in range(min(matched, start + limit), start, -1):
+        if all(_has(space, part, rows[first:end]) for part, first in needed_parts(space.spec, start, end)):
+            return end
+    return start
+
+
+def needed_parts(spec: NamespaceSpec, start: int, end: int) -> list[tuple[int, int]]:
+    """(part, first block of it that a prefix of `end` blocks needs)."""
+    windows = {GroupKind.FULL: end, GroupKind.SLIDING: 2, GroupKind.STATE: 1}
+    return [(part, max(start, end - windows[spec.groups[each.group].kind])) for part, each in enumerate(spec.parts)]
+
+
+def _has(space: Namespace, part: int, rows: list[int | None]) -> bool:
+    return all(row is not None and int(space.table.parts[part].slots[row]) != NO_SLOT for row in rows)
 
 
 def check_runs(spec: NamespaceSpec, reply: Acquired, start: int, end: int) -> None:
     """Full groups whole, sliding and state groups exactly what the prefix needs."""
     got = {run.part: (run.first_block, run.first_block + len(run.slots)) for run in reply.runs}
-    windows = {GroupKind.FULL: end, GroupKind.SLIDING: 2, GroupKind.STATE: 1}
-    for part, each in enumerate(spec.parts):
-        needed = max(start, end - windows[spec.groups[each.group].kind])
+    for part, needed in needed_parts(spec, start, end):
         if got.get(part) != (needed, end):
             raise SimError(f"part {part}: blocks {got.get(part)} instead of {(needed, end)}")

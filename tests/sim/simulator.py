@@ -223,7 +223,8 @@ class Simulator:
             raise SimError("an Acquire was answered twice")
         worker, prompt, event = self.waiting.pop(reply.lease)
         self.sums["looked_up"] += event.prompt_tokens - event.from_block * TOKENS
-        audit.check_planned(self.specs[prompt.namespace], self.visible[prompt.namespace], prompt, event, reply)
+        space = self.planner.state.namespaces[prompt.namespace]
+        audit.check_planned(space, self.visible[prompt.namespace], prompt, event, reply)
         if reply.planned_blocks:
             reading = Reading(prompt, reply)
             reading.copy(self.memory)

@@ -112,11 +112,24 @@ class Sessions:
         elif event.namespace in state.namespaces:
             text = f"namespace id {event.namespace} has another fingerprint"
             state.refuse(out, Kind.ALREADY_EXISTS, Refusal.NAMESPACE_TAKEN, text)
-        elif len(state.namespaces) >= state.limits.max_namespaces:
+        elif len(state.namespaces) >= state.limits.max_namespaces and not self._forget_empty():
             text = f"at most {state.limits.max_namespaces} namespaces"
             state.refuse(out, Kind.RESOURCE_EXHAUSTED, Refusal.TOO_MANY, text)
         else:
             return True
+        return False
+
+    def _forget_empty(self) -> bool:
+        """Makes room for a namespace by forgetting one that holds nothing (an old weights epoch, say)."""
+        state = self.state
+        busy = {reservation.space for reservation in state.reservations.values()}
+        for space in state.namespaces.values():
+            if not space.table.used and space not in busy:
+                del state.namespaces[space.number]
+                del state.by_fingerprint[space.fingerprint]
+                if all(other.policy is not space.policy for other in state.namespaces.values()):
+                    del state.policies[tuple(sorted(space.strides))]
+                return True
         return False
 
     def _end(self, session: Session, out: list[Command]) -> None:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from prefixcache.core.commands import LeaseEnded, NamespaceReady, SessionClosed, SessionReady
-from prefixcache.core.events import NamespaceOpened, ProcessExited, SessionEnded, SessionOpened
+from prefixcache.core.commands import Aborted, LeaseEnded, NamespaceReady, SessionClosed, SessionReady
+from prefixcache.core.events import (
+    AbortRequested,
+    LookupRequested,
+    NamespaceOpened,
+    ProcessExited,
+    SessionEnded,
+    SessionOpened,
+)
 from prefixcache.core.ids import GroupKind, NamespaceKind
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.spec import GroupSpec, Limits, NamespaceSpec, PartSpec
@@ -72,8 +79,21 @@ def test_a_part_that_fits_no_slab() -> None:
     h.refused(NamespaceOpened(9, bytes(32), many), Kind.RESOURCE_EXHAUSTED, Refusal.BLOCK_TOO_LARGE)
 
 
+def test_an_empty_namespace_makes_room_for_another() -> None:
+    h = Harness(limits=Limits(max_namespaces=1))
+    held = h.reserve("a", ttl_s=1.0)
+    h.now = 2.0
+    h.refused(NamespaceOpened(9, bytes(32), ONE_PART), Kind.RESOURCE_EXHAUSTED, Refusal.TOO_MANY)
+    h.ask(AbortRequested(A, held.reservation), Aborted)
+    wide = NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, 4, 2 * GRANULE),))
+    assert h.ask(NamespaceOpened(9, bytes(32), wide), NamespaceReady).namespace == 9
+    assert list(h.planner.state.policies) == [(2 * GRANULE,)]
+    h.refused(LookupRequested(1, b""), Kind.NOT_FOUND, Refusal.NAMESPACE_UNKNOWN)
+
+
 def test_too_many_namespaces() -> None:
     h = Harness(limits=Limits(max_namespaces=1))
+    h.store("a")
     h.refused(NamespaceOpened(9, bytes(32), ONE_PART), Kind.RESOURCE_EXHAUSTED, Refusal.TOO_MANY)
 
 

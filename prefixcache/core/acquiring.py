@@ -157,7 +157,9 @@ class Acquiring:
         for piece in path.stretches(0, path.blocks):
             touched[piece] = tick
         last = path.nodes[-1]
-        if last.children is None and last.end == path.blocks:
+        if last.cold:
+            last = hot_from(last)
+        if not last.held and last.end <= path.blocks:
             space.policy.touch_leaf(last, tick)
 
     def _runs(self, space: Namespace, path: Path, from_block: int, end: int) -> tuple[Run, ...]:

@@ -12,12 +12,14 @@ import numpy as np
 
 from prefixcache.core.checks import Checks
 from prefixcache.core.commands import Acquired, Command, LeaseEnded, LeaseExtended, LookedUp, Released, Run
+from prefixcache.core.demoting import Demoter
 from prefixcache.core.events import AcquireRequested, LeaseReleased, LeaseRenewed, LookupRequested
 from prefixcache.core.foreign_leases import ForeignAcquiring, begin_lease, look_up_foreign, read_run
-from prefixcache.core.ids import KEY_BYTES, Tier
+from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Tier
 from prefixcache.core.leases import Lease
+from prefixcache.core.loading import Loader, Wish
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.radix import ROW_DTYPE, Node, Path, path_to, pin_path
+from prefixcache.core.radix import ROW_DTYPE, Node, Path, hot_from, path_to
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.removal import Remover
 from prefixcache.core.slabs import SlabMover
@@ -25,6 +27,7 @@ from prefixcache.core.state import Session, State
 
 # Members of an enum are looked up by a Python call each time (Python 3.11): what every call needs is kept here.
 _HOST = int(Tier.HOST)
+_DISK = int(Tier.DISK)
 
 
 class Acquiring:
@@ -32,6 +35,8 @@ class Acquiring:
 
     def __init__(self, state: State, remover: Remover, mover: SlabMover, checks: Checks) -> None:
         self.state = state
+        self.loader: Loader | None = None  # where there is a disk
+        self.demoter: Demoter | None = None
         self.checks = checks
         self.foreign = ForeignAcquiring(state, checks)
         self.remover = remover
@@ -62,13 +67,17 @@ class Acquiring:
             end = space.restorable(rows, from_block, limit)
             if space.table.unverified and self.checks.hold(event, space, rows[from_block:end], out):
                 return
+        wish = None
+        if space.cold_blocks and self.loader is not None and end > from_block:
+            wish = self.loader.plan(event, space, path, end, now, out)
+            path, end = space.tree.walk(keys), wish.end
         tokens = space.block_tokens
         state.stats.acquires += 1
         total = event.prompt_tokens
         state.stats.tokens.look_up(total - from_block * tokens, total - key_blocks * tokens)
         stop = None
         if end < key_blocks:
-            stop = self._count_misses(space, path, event, (end, limit))
+            stop = self._count_misses(space, path, event, (end, limit), wish.stop if wish is not None else None)
         planned = max(0, end - from_block)
         if end < path.blocks or not planned:
             self._touch(space, path)  # no lease holds all of it
@@ -76,11 +85,33 @@ class Acquiring:
             out.append(Acquired(lease_id, from_block, 0, 0, (), stop, (0, 0, 0, 0), now))
             return
         expires_at = now + state.clipped_ttl(event.ttl_s)
-        runs = self._runs(space, path, from_block, end)
-        reply = Acquired(lease_id, from_block, planned, planned, runs, stop, (0, planned * tokens, 0, 0), expires_at)
+        if wish is not None and wish.cold is not None:
+            reply = self._partly_cold(event, space, path, wish, stop, expires_at)
+        else:
+            runs = self._runs(space, path, from_block, end)
+            by_tier = (0, planned * tokens, 0, 0)
+            reply = Acquired(lease_id, from_block, planned, planned, runs, stop, by_tier, expires_at)
         lease = Lease(lease_id, event.session, space, reply)
-        pin_path(_node_at(path, end), end, lease.pins)
+        self.remover.pin(_node_at(path, end), end, lease.pins)
         begin_lease(state, session, lease, out)
+        if wish is not None and wish.cold is not None and self.loader is not None:
+            lease.cold = wish.cold
+            self.loader.wait(lease, wish)
+
+    def _partly_cold(
+        self, event: AcquireRequested, space: Namespace, path: Path, wish: Wish, stop: Miss | None, expires_at: float
+    ) -> Acquired:
+        """The answer where some blocks still have to come: what is ready ends at the first of them."""
+        assert wish.cold is not None
+        first = event.from_block
+        ready = int(np.argmax(wish.cold))
+        on_disk = int(np.count_nonzero(wish.cold)) * space.block_tokens
+        planned = wish.end - first
+        runs = self._runs(space, path, first, first + ready) if ready else ()
+        by_tier = (0, planned * space.block_tokens - on_disk, on_disk, 0)
+        return Acquired(
+            event.lease, first, planned, ready, runs, stop, by_tier, expires_at, eta_s=wish.eta_s
+        )  # fmt: skip
 
     def lookup(self, event: LookupRequested, out: list[Command]) -> None:
         state = self.state
@@ -93,12 +124,25 @@ class Acquiring:
             return
         path = space.tree.walk(event.keys)
         end = path.blocks
+        on_disk = 0
         if space.optional_parts:
             end = space.restorable(np.frombuffer(path.packed_rows(), ROW_DTYPE), event.from_block, end)
+        elif space.cold_blocks and end:
+            end, on_disk = self._look_below(space, path, event.from_block)
         stop = None
         if end * KEY_BYTES < len(event.keys):
-            stop = Miss.GROUP_GAP if end < path.blocks else self._stop_behind(space, path, event.keys)
-        out.append(LookedUp(end, (0, max(0, end - event.from_block) * space.block_tokens, 0, 0), stop))
+            gap = Miss.TIER_OFF if space.on_disk else Miss.GROUP_GAP
+            stop = gap if end < path.blocks else self._stop_behind(space, path, event.keys)
+        in_memory = max(0, end - event.from_block) - on_disk
+        out.append(LookedUp(end, (0, in_memory * space.block_tokens, on_disk * space.block_tokens, 0), stop))
+
+    def _look_below(self, space: Namespace, path: Path, from_block: int) -> tuple[int, int]:
+        """(blocks that could be had, those of them from `from_block` on that are on disk only)."""
+        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
+        cold = space.table.parts[0].slots[rows] == NO_SLOT
+        if not self.state.disk.reads_on and cold.any():
+            return int(np.argmax(cold)), 0
+        return path.blocks, int(np.count_nonzero(cold[from_block:]))
 
     def renew(self, event: LeaseRenewed, now: float, out: list[Command]) -> None:
         lease = self._own_lease(event.session, event.lease, out)
@@ -112,15 +156,24 @@ class Acquiring:
         if lease is None:
             return
         planned = lease.reply.planned_blocks
-        used = planned if event.used_blocks is None else min(max(event.used_blocks, 0), planned)
-        hit = used * lease.space.block_tokens
+        ready = lease.ready_end - lease.reply.from_block if lease.cold is not None else planned
+        used = ready if event.used_blocks is None else min(max(event.used_blocks, 0), ready)
+        tokens = lease.space.block_tokens
+        hit = used * tokens
         missed = lease.planned_tokens - hit
         ledger = self.state.stats.tokens
         ledger.pending -= lease.planned_tokens
+        if lease.cold is not None:
+            from_disk = int(np.count_nonzero(lease.cold[:used])) * tokens
+            ledger.hit[_DISK] += from_disk
+            ledger.hit[_HOST] -= from_disk
+            if lease.stop is not None and planned > ready:
+                ledger.miss[lease.stop] += (planned - ready) * tokens
+                ledger.miss[event.unused] -= (planned - ready) * tokens
         ledger.hit[_HOST] += hit
         if missed:
             ledger.miss[event.unused] += missed
-        self._end(lease)
+        self._end(lease, out)
         out.append(Released(lease.lease, hit, missed))
 
     def end_unreleased(self, lease: Lease, reason: Miss, out: list[Command]) -> None:
@@ -132,11 +185,13 @@ class Acquiring:
         self.state.stats.leases_expired += expired
         if expired:
             self.state.remember_expired(lease.lease)
-        self._end(lease)
+        self._end(lease, out)
         out.append(LeaseEnded(lease.lease, lease.session, reason))
 
-    def _end(self, lease: Lease) -> None:
+    def _end(self, lease: Lease, out: list[Command]) -> None:
         state = self.state
+        if lease.loads and self.loader is not None:
+            self.loader.leave(lease, out)
         lease.ended = True
         state.deadlines.note_ended()
         del state.leases[lease.lease]
@@ -144,9 +199,21 @@ class Acquiring:
         if lease.space.foreign is None:
             for pin in lease.pins:
                 self._touch(lease.space, path_to(pin.node, pin.depth))
+            if lease.space.on_disk:
+                self._count_hit(lease)
         self.remover.unpin_all(lease.pins)
         if self.mover.retired:
             self.mover.settle_retired()
+
+    def _count_hit(self, lease: Lease) -> None:
+        """For what is worth keeping on disk, and writing to it early."""
+        pin = lease.pins[0]
+        path = path_to(pin.node, pin.depth)
+        hits = lease.space.table.hits
+        for piece in path.stretches(0, path.blocks) if path.nodes and not path.nodes[0].start else ():
+            hits[piece] = np.minimum(hits[piece], 254) + 1
+        if self.demoter is not None:
+            self.demoter.note_used(pin.node, pin.depth)
 
     def _touch(self, space: Namespace, path: Path) -> None:
         """These blocks were used now."""
@@ -174,15 +241,18 @@ class Acquiring:
                 runs.append(read_run(space, part, path.stretches(first, end), first, pool))
         return tuple(runs)
 
-    def _count_misses(self, space: Namespace, path: Path, event: AcquireRequested, ends: tuple[int, int]) -> Miss:
-        """Counts the blocks behind the planned ones by reason; answers the first reason. ends: (planned, limit)."""
+    def _count_misses(
+        self, space: Namespace, path: Path, event: AcquireRequested, ends: tuple[int, int], cut: Miss | None
+    ) -> Miss:
+        """Counts the blocks behind the planned ones by reason; answers the first reason. ends: (planned, limit); cut:
+        why what is stored up to the limit is not planned, where it is not a gap."""
         end, limit = max(ends[0], event.from_block), max(ends[1], event.from_block)
         matched = max(path.blocks, event.from_block)
         tokens = space.block_tokens
         miss = self.state.stats.tokens.miss
         behind = self._stop_behind(space, path, event.keys)
         counts = (
-            (Miss.GROUP_GAP, limit - end),
+            (cut or Miss.GROUP_GAP, limit - end),
             (Miss.BEYOND_LIMIT, matched - limit),
             (behind, len(event.keys) // KEY_BYTES - matched),
         )

@@ -313,7 +313,7 @@ class DiskChanged:
 
 
 @dataclass(slots=True)
-class FlushRequested:
+class FlushStarted:
     """Write everything that only memory holds, as far as the disk takes it. Answer: nothing."""
 
 
@@ -349,6 +349,6 @@ Event: TypeAlias = (
     | DiskRecovered
     | RecoveryDone
     | DiskChanged
-    | FlushRequested
+    | FlushStarted
     | TimePassed
 )

@@ -7,6 +7,8 @@ Must not know: sessions, leases, slots' allocation.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +18,9 @@ from prefixcache.core.policy.base import EvictionPolicy
 from prefixcache.core.radix import VISIBLE, Node, RadixTree, count_held
 from prefixcache.core.spec import GroupSpec, NamespaceSpec
 from prefixcache.core.table import BlockTable
+
+if TYPE_CHECKING:
+    from prefixcache.core.loading import Load
 
 _NO_GAP = -(1 << 40)  # in front of every window
 
@@ -74,6 +79,8 @@ class Namespace:
         self.limbo: set[Node] = set()  # roots over cleared subtrees that leases still hold
         self.on_disk = False
         self.cold_blocks = 0  # visible or leased blocks that are on disk only
+        self.writing: set[tuple[int, int]] = set()  # (row, part) on their way to disk
+        self.loading: dict[int, Load] = {}  # rows on their way back
 
     def use_disk(self) -> None:
         """Its blocks may be on disk from now on. Only where every group is full: "present implies parents present"

@@ -175,6 +175,14 @@ class Remover:
         self.offer_leaf(above)
         return gone, sum(below.count for below in subtree(limbo))
 
+    def forget_block(self, space: Namespace, node: Node, row: int, out: list[Command]) -> int:
+        """The block of `row`, which is in `node`, and all below it leave. Answers visible blocks."""
+        place = int(np.flatnonzero(node.row_array() == row)[0])
+        if place:
+            space.tree.split(node, place)
+        self.state.publish_subtree(node, out)
+        return self.detach(node)[0]
+
     def _hide(self, space: Namespace, node: Node) -> list[Node]:
         """Makes the visible nodes of an unlinked subtree detached (answers them, parents first); drops the rest."""
         hidden: list[Node] = []

@@ -127,6 +127,12 @@ class State:
             if stored:
                 out.append(self._publish_span(change, space, node, (place, place + 1)))
 
+    def publish_subtree(self, node: Node, out: list[Command]) -> None:
+        """Announces that a block and all below it are gone."""
+        if self.config.publish and node.space is not None:
+            keys = node.edge[:KEY_BYTES]
+            out.append(self.publish(Change.CLEARED, node.space, keys, node.space.parent_key(node), node.start))
+
     def _publish_span(self, change: Change, space: Namespace, node: Node, span: tuple[int, int]) -> Published:
         at = span[0] * KEY_BYTES
         parent = node.edge[at - KEY_BYTES : at] if at else space.parent_key(node)

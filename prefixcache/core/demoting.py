@@ -88,7 +88,8 @@ class Demoter:
             return
         while self._candidates and not self.jobs and self._early_left > 0:
             node, depth = self._candidates.popleft()
-            if node.space is not None and node.state == VISIBLE and not node.cold and node.start < depth <= node.end:
+            if _is_there(node) and node.state == VISIBLE and not node.cold and node.start < depth <= node.end:
+                assert node.space is not None
                 before = self.writing_bytes
                 self._write_path(node.space, node, depth, out)
                 self._early_left -= self.writing_bytes - before
@@ -220,3 +221,9 @@ class Demoter:
             space.number, parts, mine, slots, nowhere, nowhere,
             packed[at + 1].tobytes(), packed[at].tobytes(), at.astype(np.uint32),
         )  # fmt: skip
+
+
+def _is_there(node: Node) -> bool:
+    """Whether it is still a node of its tree (it may have become part of another)."""
+    index = node.space.tree.index if node.space is not None else None
+    return index is not None and index.by_number.get(node.number) is node

@@ -106,6 +106,13 @@ class Freer:
 
     def _begin(self, fate: _Fate, out: list[Command]) -> None:
         disk, segment = self.state.disk, fate.segment
+        # Before any node is split: places are those of now.
+        keep = tuple(_records(segment.number, each) for each in _by_space(fate.kept))
+        for node, places in fate.kept:
+            assert node.space is not None
+            hits = node.space.table.hits
+            rows = node.row_array()[places]
+            hits[rows] = hits[rows] >> 1
         for node, place in fate.tails:
             assert node.space is not None
             if place:
@@ -113,12 +120,6 @@ class Freer:
             self.state.stats.disk_drops[DiskDrop.NOT_WANTED] += self.remover.drop_cold(node, out)
         for space, part, rows, _ in disk.live_in(segment):
             self._lose_hot(space, part, rows)
-        keep = tuple(_records(segment.number, each) for each in _by_space(fate.kept))
-        for node, places in fate.kept:
-            assert node.space is not None
-            hits = node.space.table.hits
-            rows = node.row_array()[places]
-            hits[rows] = hits[rows] >> 1
         segment.frozen = True
         self.freeing[segment.number] = keep
         out.append(FreeSegment(segment.number, keep))

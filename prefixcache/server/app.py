@@ -114,11 +114,11 @@ class Daemon:
             log.warning("ended with work running", extra={"facts": dict(zip(("leases", "reservations"), remaining))})  # noqa: B905
         self.health.ending = True
         self._grpc_health.refresh()
+        self.timer.stop()  # before the pools that its chores use
         self.grpc.stop(_GRACE_S)
         if self._local is not None and self._local_thread is not None:
             self._local.stop()
             self._local_thread.join()
-        self.timer.stop()
         self.executor.stop()
         if self._http is not None:
             self._http.stop()

@@ -18,7 +18,6 @@ from prefixcache.core.commands import (
     Change,
     Command,
     Committed,
-    ComputeChecksum,
     DrainFinished,
     Refused,
     ReservationEnded,
@@ -29,6 +28,7 @@ from prefixcache.core.radix import DETACHED, VISIBLE, WAITING, Node
 from prefixcache.core.reasons import Kind, Refusal, Skip
 from prefixcache.core.removal import Remover
 from prefixcache.core.reservations import Entry, Reservation
+from prefixcache.core.slabs import ask_checksum
 from prefixcache.core.state import State
 
 
@@ -253,14 +253,8 @@ class Filling:
         if not self.state.config.checksum:
             return
         space = reservation.space
-        column = space.table.parts[part]
-        rows = rows[column.slots[rows] != NO_SLOT]
-        size = space.spec.parts[part].size_bytes
-        out.append(
-            ComputeChecksum(
-                space.number, part, self.state.host_pool, size, rows, column.slots[rows], column.generations[rows]
-            )
-        )
+        stored = rows[space.table.parts[part].slots[rows] != NO_SLOT]
+        out.append(ask_checksum(space, part, stored, self.state.host_pool))
 
     def _expired(self, reservation: Reservation) -> Refused:
         text = "the reservation ran out before it was committed; its blocks were dropped"

@@ -1,7 +1,9 @@
 """Acquire, Renew, Release, Lookup: what is there, promised for a while.
 
 Rules: a lookup changes nothing in the tree's shape. Tokens of a lease are pending until it ends, once. What is promised
-is pinned before anything else happens. Must not know: how blocks came in or where slots come from.
+is pinned before anything else happens. Leased blocks count as used when the lease ends: no policy may take them
+before, and the request that waits for the answer does not pay for it. Must not know: how blocks came in or where slots
+come from.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ from prefixcache.core.checks import Checks
 from prefixcache.core.commands import Acquired, Command, LeaseEnded, LeaseExtended, LookedUp, Released, Run
 from prefixcache.core.events import AcquireRequested, LeaseReleased, LeaseRenewed, LookupRequested
 from prefixcache.core.foreign_leases import ForeignAcquiring, begin_lease, look_up_foreign, read_run
-from prefixcache.core.ids import KEY_BYTES, Rows, Tier
+from prefixcache.core.ids import KEY_BYTES, Tier
 from prefixcache.core.leases import Lease
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.radix import ROW_DTYPE, Node, Path, pin_path
+from prefixcache.core.radix import ROW_DTYPE, Node, Path, path_to, pin_path
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.removal import Remover
 from prefixcache.core.slabs import SlabMover
 from prefixcache.core.state import Session, State
+
+# Members of an enum are looked up by a Python call each time (Python 3.11): what every call needs is kept here.
+_HOST = int(Tier.HOST)
 
 
 class Acquiring:
@@ -51,25 +56,27 @@ class Acquiring:
         key_blocks = len(keys) // KEY_BYTES
         from_block = event.from_block
         limit = path.blocks if event.max_blocks is None else min(path.blocks, from_block + event.max_blocks)
-        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
-        end = space.restorable(rows, from_block, limit)
-        if space.table.unverified and self.checks.hold(event, space, rows[from_block:end], out):
-            return
-        self._touch(space, path, rows)
+        end = limit
+        if space.optional_parts or space.table.unverified:
+            rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
+            end = space.restorable(rows, from_block, limit)
+            if space.table.unverified and self.checks.hold(event, space, rows[from_block:end], out):
+                return
         tokens = space.block_tokens
         state.stats.acquires += 1
-        ledger = state.stats.tokens
-        ledger.looked_up += event.prompt_tokens - from_block * tokens
-        ledger.miss[Miss.PARTIAL_BLOCK] += event.prompt_tokens - key_blocks * tokens
+        total = event.prompt_tokens
+        state.stats.tokens.look_up(total - from_block * tokens, total - key_blocks * tokens)
         stop = None
         if end < key_blocks:
             stop = self._count_misses(space, path, event, (end, limit))
         planned = max(0, end - from_block)
+        if end < path.blocks or not planned:
+            self._touch(space, path)  # no lease holds all of it
         if not planned:
             out.append(Acquired(lease_id, from_block, 0, 0, (), stop, (0, 0, 0, 0), now))
             return
         expires_at = now + state.clipped_ttl(event.ttl_s)
-        runs = self._runs(space, rows, from_block, end)
+        runs = self._runs(space, path, from_block, end)
         reply = Acquired(lease_id, from_block, planned, planned, runs, stop, (0, planned * tokens, 0, 0), expires_at)
         lease = Lease(lease_id, event.session, space, reply)
         pin_path(_node_at(path, end), end, lease.pins)
@@ -85,8 +92,9 @@ class Acquiring:
             out.append(look_up_foreign(space.foreign, event, space.block_tokens))
             return
         path = space.tree.walk(event.keys)
-        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
-        end = space.restorable(rows, event.from_block, path.blocks)
+        end = path.blocks
+        if space.optional_parts:
+            end = space.restorable(np.frombuffer(path.packed_rows(), ROW_DTYPE), event.from_block, end)
         stop = None
         if end * KEY_BYTES < len(event.keys):
             stop = Miss.GROUP_GAP if end < path.blocks else self._stop_behind(space, path, event.keys)
@@ -109,7 +117,7 @@ class Acquiring:
         missed = lease.planned_tokens - hit
         ledger = self.state.stats.tokens
         ledger.pending -= lease.planned_tokens
-        ledger.hit[Tier.HOST] += hit
+        ledger.hit[_HOST] += hit
         if missed:
             ledger.miss[event.unused] += missed
         self._end(lease)
@@ -133,30 +141,35 @@ class Acquiring:
         state.deadlines.note_ended()
         del state.leases[lease.lease]
         del state.sessions[lease.session].leases[lease.lease]
+        if lease.space.foreign is None:
+            for pin in lease.pins:
+                self._touch(lease.space, path_to(pin.node, pin.depth))
         self.remover.unpin_all(lease.pins)
         if self.mover.retired:
             self.mover.settle_retired()
 
-    def _touch(self, space: Namespace, path: Path, rows: Rows) -> None:
-        """The matched blocks were used now."""
+    def _touch(self, space: Namespace, path: Path) -> None:
+        """These blocks were used now."""
         if not path.nodes:
             return
         tick = self.state.tick
-        space.table.touched[rows] = tick
+        touched = space.table.touched
+        for piece in path.stretches(0, path.blocks):
+            touched[piece] = tick
         last = path.nodes[-1]
         if last.children is None and last.end == path.blocks:
             space.policy.touch_leaf(last, tick)
 
-    def _runs(self, space: Namespace, rows: Rows, from_block: int, end: int) -> tuple[Run, ...]:
+    def _runs(self, space: Namespace, path: Path, from_block: int, end: int) -> tuple[Run, ...]:
         pool = self.state.host_pool
         if not space.optional_parts:
-            wanted = rows[from_block:end]
+            wanted = path.stretches(from_block, end)
             return tuple([read_run(space, part, wanted, from_block, pool) for part in range(len(space.strides))])
         runs = []
         for part in range(len(space.strides)):
             first = space.needed_from(part, from_block, end)
             if first < end:
-                runs.append(read_run(space, part, rows[first:end], first, pool))
+                runs.append(read_run(space, part, path.stretches(first, end), first, pool))
         return tuple(runs)
 
     def _count_misses(self, space: Namespace, path: Path, event: AcquireRequested, ends: tuple[int, int]) -> Miss:
@@ -226,4 +239,5 @@ class Acquiring:
 
 def _node_at(path: Path, end: int) -> Node:
     """The node in which the first `end` blocks (at least one) of a path end."""
-    return next(node for node in reversed(path.nodes) if node.start < end)
+    last = path.nodes[-1]
+    return last if last.start < end else next(node for node in reversed(path.nodes) if node.start < end)

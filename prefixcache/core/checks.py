@@ -23,10 +23,13 @@ from prefixcache.core.table import UNVERIFIED
 class Waiting:
     """An Acquire that waits, and what is being verified for it (generations tell what has moved on meanwhile)."""
 
-    __slots__ = ("event", "generations", "order")
+    __slots__ = ("event", "generations", "order", "space")
 
-    def __init__(self, event: AcquireRequested, order: VerifyParts, generations: dict[int, Generations]) -> None:
+    def __init__(
+        self, event: AcquireRequested, space: Namespace, order: VerifyParts, generations: dict[int, Generations]
+    ) -> None:
         self.event = event
+        self.space = space
         self.order = order
         self.generations = generations
 
@@ -61,7 +64,7 @@ class Checks:
             return True
         order = VerifyParts(self._next_check, space.number, tuple(parts))
         self._next_check += 1
-        self.waiting[order.check] = Waiting(event, order, generations)
+        self.waiting[order.check] = Waiting(event, space, order, generations)
         out.append(order)
         return True
 
@@ -75,8 +78,13 @@ class Checks:
             text = f"no check {event.check} is under way"
             self.state.refuse(out, Kind.NOT_FOUND, Refusal.CHECK_UNKNOWN, text)
             return
-        space = self.state.namespaces[waiting.order.namespace]
-        failed = set(event.failed)
+        space = self.state.namespaces.get(waiting.order.namespace)
+        if space is not None and space is waiting.space:
+            self._judge(space, waiting, set(event.failed), out)
+        decide(waiting.event, now, out)
+
+    def _judge(self, space: Namespace, waiting: Waiting, failed: set[tuple[int, int]], out: list[Command]) -> None:
+        """Trusts what verified, if it is still what it was, and removes what did not."""
         for check in waiting.order.parts:
             column = space.table.parts[check.part]
             same = (column.generations[check.rows] == waiting.generations[check.part]) & (
@@ -86,7 +94,6 @@ class Checks:
             space.table.mark_verified(check.part, check.rows[same & ~bad])
             for row in check.rows[same & bad].tolist():
                 self._remove(space, row, out)
-        decide(waiting.event, now, out)
 
     def _remove(self, space: Namespace, row: int, out: list[Command]) -> None:
         node = find_row(space, row)

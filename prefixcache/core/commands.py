@@ -58,13 +58,24 @@ class NamespaceReady:
 class Run:
     """One part of `len(slots)` consecutive blocks from `first_block`, all in one pool.
 
-    The reader compares `generations` with the control page after its copy; a difference is `lease_lost`."""
+    The reader compares `generations` with the control page after its copy; a difference is `lease_lost`. Both are kept
+    packed (u32, u64), which is how they travel."""
 
     part: int
     first_block: int
     pool: PoolId
-    slots: Slots
-    generations: Generations
+    packed_slots: bytes
+    packed_generations: bytes
+
+    @property
+    def slots(self) -> Slots:
+        """u32[n], read-only."""
+        return np.frombuffer(self.packed_slots, np.uint32)
+
+    @property
+    def generations(self) -> Generations:
+        """u64[n], read-only."""
+        return np.frombuffer(self.packed_generations, np.uint64)
 
 
 @dataclass(slots=True)
@@ -232,6 +243,13 @@ class Cleared:
 
 
 @dataclass(slots=True)
+class NamespaceForgotten:
+    """A namespace that held nothing made room for another; its number is free."""
+
+    namespace: NamespaceId
+
+
+@dataclass(slots=True)
 class DrainFinished:
     """No reservation is left and none will come. No reply: it may stand behind the answer to the last Commit."""
 
@@ -293,6 +311,7 @@ Order: TypeAlias = (
     | LeaseEnded
     | ReservationEnded
     | DrainFinished
+    | NamespaceForgotten
     | Published
 )
 Command: TypeAlias = Reply | Order

@@ -29,7 +29,10 @@ class Evictor:
             policy = self.oldest_policy(stride, using=True)
             if policy is None:
                 return False
-            self.evict_from(policy, missing, out)
+            node = policy.victim()
+            assert node is not None
+            assert node.space is not None
+            self.evict_from(policy, -(-missing // node.space.strides.count(stride)), out)
         return True
 
     def evict_from(self, policy: EvictionPolicy, most: int, out: list[Command]) -> int:

@@ -18,7 +18,6 @@ from prefixcache.core.commands import (
     Change,
     Command,
     Committed,
-    ComputeChecksum,
     DrainFinished,
     Refused,
     ReservationEnded,
@@ -29,6 +28,7 @@ from prefixcache.core.radix import DETACHED, VISIBLE, WAITING, Node
 from prefixcache.core.reasons import Kind, Refusal, Skip
 from prefixcache.core.removal import Remover
 from prefixcache.core.reservations import Entry, Reservation
+from prefixcache.core.slabs import ask_checksum
 from prefixcache.core.state import State
 
 
@@ -195,10 +195,19 @@ class Filling:
             top = stack.pop()
             top.state = VISIBLE
             self.state.publish_blocks(Change.STORED, top, 0, out)
+            self._join(top)
             if top.children:
                 stack.extend(child for child in top.children.values() if child.state == WAITING)
             else:
                 self.remover.offer_leaf(top)
+
+    def _join(self, node: Node) -> None:
+        """Keeps paths compressed: an only child continues its parent's edge."""
+        parent, space = node.parent, node.space
+        if parent is None or parent.parent is None or space is None or space.foreign is not None:
+            return
+        if parent.children is not None and len(parent.children) == 1:
+            space.tree.join(node)
 
     def _withdraw(self, reservation: Reservation) -> None:
         """Frees its keys: what is not settled leaves the tree."""
@@ -244,14 +253,8 @@ class Filling:
         if not self.state.config.checksum:
             return
         space = reservation.space
-        column = space.table.parts[part]
-        rows = rows[column.slots[rows] != NO_SLOT]
-        size = space.spec.parts[part].size_bytes
-        out.append(
-            ComputeChecksum(
-                space.number, part, self.state.host_pool, size, rows, column.slots[rows], column.generations[rows]
-            )
-        )
+        stored = rows[space.table.parts[part].slots[rows] != NO_SLOT]
+        out.append(ask_checksum(space, part, stored, self.state.host_pool))
 
     def _expired(self, reservation: Reservation) -> Refused:
         text = "the reservation ran out before it was committed; its blocks were dropped"

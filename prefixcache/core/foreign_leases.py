@@ -29,10 +29,15 @@ def begin_lease(state: State, session: Session, lease: Lease, out: list[Command]
     out.append(lease.reply)
 
 
-def read_run(space: Namespace, part: int, rows: Rows, first_block: int, pool: PoolId) -> Run:
-    """Where one part of consecutive blocks is."""
+def read_run(space: Namespace, part: int, rows: list[slice | Rows], first_block: int, pool: PoolId) -> Run:
+    """Where one part of consecutive blocks is. rows: pieces to index a column with (`Path.stretches`)."""
     column = space.table.parts[part]
-    return Run(part, first_block, pool, column.slots[rows], column.generations[rows])
+    if len(rows) == 1:
+        slots, generations = column.packed(rows[0])
+        return Run(part, first_block, pool, slots, generations)
+    pieces = [column.packed(piece) for piece in rows]
+    packed_slots = b"".join([slots for slots, _ in pieces])
+    return Run(part, first_block, pool, packed_slots, b"".join([generations for _, generations in pieces]))
 
 
 def look_up_foreign(index: ForeignIndex, event: LookupRequested, block_tokens: int) -> LookedUp:
@@ -84,10 +89,10 @@ class ForeignAcquiring:
         tokens = space.block_tokens
         self.state.stats.acquires += 1
         ledger = self.state.stats.tokens
-        ledger.looked_up += event.prompt_tokens - event.from_block * tokens
+        total = event.prompt_tokens
+        ledger.look_up(total - event.from_block * tokens, total - len(event.keys) // KEY_BYTES * tokens)
         ledger.miss[Miss.NOT_STORED] += (looked_up - stored) * tokens
         ledger.miss[Miss.BEYOND_LIMIT] += (stored - planned) * tokens
-        ledger.miss[Miss.PARTIAL_BLOCK] += event.prompt_tokens - len(event.keys) // KEY_BYTES * tokens
 
     def _hold(
         self, event: AcquireRequested, space: Namespace, nodes: list[Node | None], present: NDArray[np.bool_],
@@ -105,7 +110,7 @@ class ForeignAcquiring:
                         space.policy.touch_leaf(node, tick)
                     pin_path(node, 1, pins)
             first, pool = event.from_block + start, self.state.host_pool
-            runs += [read_run(space, part, rows, first, pool) for part in range(len(space.strides))]
+            runs += [read_run(space, part, [rows], first, pool) for part in range(len(space.strides))]
         return tuple(runs)
 
 

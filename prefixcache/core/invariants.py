@@ -176,6 +176,9 @@ def _check_rows(view: _View, state: State) -> None:
     _must(len(set(rows)) == len(rows), "a row in two nodes")
     _must(len(rows) == table.used, f"{table.used} rows in use, {len(rows)} in the tree")
     _must(set(rows).isdisjoint(table.free_rows().tolist()), "a free row in the tree")
+    for node, mine in zip(view.nodes, view.node_rows, strict=True):
+        follow = bool(mine) and mine == list(range(mine[0], mine[0] + len(mine)))
+        _must(node.first_row in (-1, mine[0] if follow else -1), "a node thinks that its rows follow each other")
     unverified = 0
     for part, column in enumerate(view.slots):
         for node, mine in zip(view.nodes, view.node_rows, strict=True):

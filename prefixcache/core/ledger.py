@@ -23,6 +23,12 @@ class TokenLedger:
         self.miss: Counter[Miss] = Counter()
         self.pending = 0
 
+    def look_up(self, tokens: int, partial_tokens: int) -> None:
+        """`tokens` are looked up, of which the last `partial_tokens` make no whole block."""
+        self.looked_up += tokens
+        if partial_tokens:
+            self.miss[Miss.PARTIAL_BLOCK] += partial_tokens
+
     def is_closed(self) -> bool:
         """Whether the sum closes right now."""
         return self.looked_up == sum(self.hit) + self.miss.total() + self.pending and self.pending >= 0

@@ -115,7 +115,7 @@ class Planner:
 
     def _copy_done(self, event: events.CopyDone, out: list[Command]) -> None:
         if event.copy in self.mover.moves:
-            self.mover.finish(event.copy, ok=event.ok)
+            self.mover.finish(event.copy, out, ok=event.ok)
         else:
             text = f"no copy {event.copy} is under way"
             self.state.refuse(out, Kind.NOT_FOUND, Refusal.COPY_UNKNOWN, text)

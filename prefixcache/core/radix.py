@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ROW_BYTES: Final = 4
 ROW_DTYPE: Final = np.dtype("<u4")
+_FEW_NODES: Final = 8  # up to here a slice per node is cheaper than one gather of all their rows
 
 # States of a node, in the order of what a walk may pass. Plain ints: they are compared on every step of a lookup.
 VISIBLE: Final = 0
@@ -46,22 +47,32 @@ class Pin:
 
 
 class Node:
-    """A run of blocks `[start, start + count)` of one path; `rows` holds one u32 per key of `edge`."""
+    """A run of blocks `[start, start + count)` of one path; `rows` holds one u32 per key of `edge`.
 
-    __slots__ = ("children", "edge", "owner", "parent", "pins", "rank", "rows", "space", "start", "state", "tick")
+    first_row: its first row if each is known to follow the one before, which is usual (then slices will do where
+    numpy's gathers cost ten times as much), else -1."""
+
+    __slots__ = (
+        "children", "edge", "first_row", "owner", "parent", "pins", "rank", "rows", "space", "start", "state", "tick",
+    )  # fmt: skip
 
     def __init__(self, space: Namespace | None, parent: Node | None, start: int, edge: bytes, rows: bytes) -> None:
         self.space = space
         self.parent = parent
         self.start = start
-        self.edge = edge
-        self.rows = rows
+        self.hold(edge, rows)
         self.children: dict[bytes, Node] | None = None
         self.pins: set[Pin] | None = None
         self.owner: Reservation | None = None
         self.state = VISIBLE
         self.rank = NOT_QUEUED
         self.tick = 0
+
+    def hold(self, edge: bytes, rows: bytes, first_row: int | None = None) -> None:
+        """Changes what it holds. `first_row`: where the caller knows it."""
+        self.edge = edge
+        self.rows = rows
+        self.first_row = first_row_of(rows) if first_row is None else first_row
 
     @property
     def count(self) -> int:
@@ -102,6 +113,21 @@ class Path:
         if len(last.rows) != wanted:
             parts[-1] = last.rows[:wanted]
         return b"".join(parts)
+
+    def stretches(self, first: int, end: int) -> list[slice | Rows]:
+        """What to index a column of the table with for its blocks [first, end), 0 <= first < end <= blocks, one piece
+        after the other."""
+        nodes = self.nodes
+        pieces: list[slice | Rows] = []
+        for node in nodes:
+            start, row = node.start, node.first_row
+            if row < 0 or len(nodes) > _FEW_NODES:
+                return [np.frombuffer(self.packed_rows(), ROW_DTYPE)[first:end]]
+            below = min(start + len(node.rows) // ROW_BYTES, end)
+            above = max(first, start)
+            if above < below:
+                pieces.append(slice(row + above - start, row + below - start))
+        return pieces
 
 
 class RadixTree:
@@ -170,8 +196,7 @@ class RadixTree:
             node.owner.nodes[node] += count
         upper.tick = node.tick
         parent.children[upper.edge[:KEY_BYTES]] = upper
-        node.edge = node.edge[at:]
-        node.rows = node.rows[count * ROW_BYTES :]
+        node.hold(node.edge[at:], node.rows[count * ROW_BYTES :])
         node.start += count
         node.parent = upper
         upper.children = {node.edge[:KEY_BYTES]: node}
@@ -183,6 +208,25 @@ class RadixTree:
             node.pins = (node.pins - moved) or None
         return upper
 
+    def join(self, node: Node) -> None:
+        """Takes a node's parent (not the root, without another child, in the same state) into the node, which keeps its
+        identity. A conversation stored turn by turn stays one edge that way. Never while somebody holds a Path."""
+        parent = node.parent
+        assert parent is not None
+        above = parent.parent
+        assert above is not None
+        assert above.children is not None
+        assert parent.children is not None
+        assert len(parent.children) == 1
+        node.hold(parent.edge + node.edge, parent.rows + node.rows)
+        node.start = parent.start
+        node.parent = above
+        above.children[node.edge[:KEY_BYTES]] = node
+        if parent.pins:
+            for pin in parent.pins:
+                pin.node = node
+            node.pins = parent.pins | (node.pins or set())
+
     def cut_tail(self, node: Node, count: int) -> Rows:
         """Takes the last `count` blocks off a node without children and returns their rows. A node left empty leaves
         its parent; its `parent` link stays for the caller to look at."""
@@ -191,11 +235,10 @@ class RadixTree:
         keep = node.count - count
         gone = node.row_array()[keep:]
         if keep:
-            node.edge = node.edge[: keep * KEY_BYTES]
-            node.rows = node.rows[: keep * ROW_BYTES]
+            node.hold(node.edge[: keep * KEY_BYTES], node.rows[: keep * ROW_BYTES], node.first_row)
         else:
             self.unlink(node)
-            node.edge = node.rows = b""
+            node.hold(b"", b"", -1)
         return gone
 
     def unlink(self, node: Node) -> None:
@@ -207,6 +250,30 @@ class RadixTree:
         assert taken is node
         if not parent.children:
             parent.children = None
+
+
+def first_row_of(rows: bytes) -> int:
+    """See `Node.first_row`."""
+    if not rows:
+        return -1
+    first = int.from_bytes(rows[:ROW_BYTES], "little")
+    if len(rows) == ROW_BYTES:
+        return first
+    end = first + len(rows) // ROW_BYTES
+    if int.from_bytes(rows[-ROW_BYTES:], "little") != end - 1:
+        return -1
+    return first if np.arange(first, end, dtype=ROW_DTYPE).tobytes() == rows else -1
+
+
+def path_to(node: Node, depth: int) -> Path:
+    """The path that ends in `node` at `depth`, without what was cut off above it (DETACHED)."""
+    nodes = []
+    above: Node | None = node
+    while above is not None and above.parent is not None:
+        nodes.append(above)
+        above = above.parent
+    nodes.reverse()
+    return Path(nodes, depth)
 
 
 def pin_path(node: Node, depth: int, holder: list[Pin]) -> None:

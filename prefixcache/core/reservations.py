@@ -7,8 +7,7 @@ a part they lack), then the fresh ones (new nodes of the tree, in `nodes`). Must
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +21,12 @@ if TYPE_CHECKING:
     from prefixcache.core.namespaces import Namespace
 
 
-class Entry(IntEnum):
-    """State of one granted block."""
+class Entry:
+    """State of one granted block. Plain ints: they are compared with whole columns."""
 
-    OPEN = 0
-    SETTLED = 1  # its slots are the table's now
-    ORPHANED = 2  # it can never become visible; its slots stay until the writer is done
+    OPEN: Final = 0
+    SETTLED: Final = 1  # its slots are the table's now
+    ORPHANED: Final = 2  # it can never become visible; its slots stay until the writer is done
 
 
 class Reservation:

@@ -8,7 +8,7 @@ Must not know: how leases and reservations end (acquiring and filling do).
 from __future__ import annotations
 
 from prefixcache.core.acquiring import Acquiring
-from prefixcache.core.commands import Command, NamespaceReady, SessionClosed, SessionReady
+from prefixcache.core.commands import Command, NamespaceForgotten, NamespaceReady, SessionClosed, SessionReady
 from prefixcache.core.events import NamespaceOpened, ProcessExited, SessionEnded, SessionOpened
 from prefixcache.core.filling import Filling
 from prefixcache.core.namespaces import Namespace
@@ -112,11 +112,27 @@ class Sessions:
         elif event.namespace in state.namespaces:
             text = f"namespace id {event.namespace} has another fingerprint"
             state.refuse(out, Kind.ALREADY_EXISTS, Refusal.NAMESPACE_TAKEN, text)
-        elif len(state.namespaces) >= state.limits.max_namespaces:
+        elif len(state.namespaces) >= state.limits.max_namespaces and not self._forget_empty(out):
             text = f"at most {state.limits.max_namespaces} namespaces"
             state.refuse(out, Kind.RESOURCE_EXHAUSTED, Refusal.TOO_MANY, text)
         else:
             return True
+        return False
+
+    def _forget_empty(self, out: list[Command]) -> bool:
+        """Makes room for a namespace by forgetting one that holds nothing (an old weights epoch, say)."""
+        state = self.state
+        if not state.config.forget_empty:
+            return False
+        busy = {reservation.space for reservation in state.reservations.values()}
+        for space in state.namespaces.values():
+            if not space.table.used and space not in busy:
+                del state.namespaces[space.number]
+                del state.by_fingerprint[space.fingerprint]
+                if all(other.policy is not space.policy for other in state.namespaces.values()):
+                    del state.policies[tuple(sorted(space.strides))]
+                out.append(NamespaceForgotten(space.number))
+                return True
         return False
 
     def _end(self, session: Session, out: list[Command]) -> None:

@@ -13,12 +13,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixcache.core.ids import Generations, Rows, Slots
+from prefixcache.core.commands import Command, ComputeChecksum
+from prefixcache.core.ids import Generations, PoolId, Rows, Slots
+from prefixcache.core.table import DIGEST_KNOWN
 
 if TYPE_CHECKING:
     from prefixcache.core.namespaces import Namespace
     from prefixcache.core.slots import Slab
     from prefixcache.core.state import State
+
+
+def ask_checksum(space: Namespace, part: int, rows: Rows, pool: PoolId) -> ComputeChecksum:
+    """The order for the digests of one part of some rows."""
+    column = space.table.parts[part]
+    size = space.spec.parts[part].size_bytes
+    return ComputeChecksum(space.number, part, pool, size, rows, column.slots[rows], column.generations[rows])
 
 
 class Move:
@@ -57,7 +66,7 @@ class SlabMover:
                 slots = slots[~copied]
         self.state.host.release(slots)
 
-    def finish(self, copy: int, *, ok: bool) -> None:
+    def finish(self, copy: int, out: list[Command], *, ok: bool) -> None:
         """A copy ended. What is still as it was when the copy began now lives at its target."""
         move = self.moves.pop(copy)
         column = move.space.table.parts[move.part]
@@ -67,6 +76,8 @@ class SlabMover:
         column.slots[rows] = move.targets[moved]
         column.generations[rows] = move.generation
         self.state.stats.slots_moved += len(rows)
+        # A digest on its way is for the old generation and will not be taken.
+        self._ask_checksum(move, rows[column.flags[rows] & DIGEST_KNOWN == 0], out)
         self.release(move.targets[~moved])
         self.release(move.sources[move.doomed])
         if len(rows):
@@ -82,6 +93,10 @@ class SlabMover:
         if all(move.slab is not slab for move in self.moves.values()) and slab.number in self._kept:
             self._kept.discard(slab.number)
             self.state.host.reopen_slab(slab)
+
+    def _ask_checksum(self, move: Move, rows: Rows, out: list[Command]) -> None:
+        if self.state.config.checksum and len(rows):
+            out.append(ask_checksum(move.space, move.part, rows, self.state.host_pool))
 
     def settle_retired(self) -> None:
         """Frees the old slots of moves that no living lease can know."""

@@ -24,11 +24,14 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 class PartColumn:
     """Where one part of each block is: slot, generation, checksum state."""
 
-    __slots__ = ("digests", "flags", "generations", "slots")
+    __slots__ = ("_generations", "_slots", "digests", "flags", "generations", "slots")
 
     def __init__(self) -> None:
         self.slots: Slots = np.empty(0, np.uint32)
         self.generations: Generations = np.empty(0, np.uint64)
+        # The same memory as bytes: a slice of these costs half of a slice of an array.
+        self._slots = memoryview(b"")
+        self._generations = memoryview(b"")
         self.flags: NDArray[np.uint8] = np.empty(0, np.uint8)
         self.digests: NDArray[np.uint8] = np.empty((0, DIGEST_BYTES), np.uint8)
 
@@ -41,6 +44,15 @@ class PartColumn:
         slots = np.empty(capacity, np.uint32)
         slots[:old] = self.slots
         self.slots = slots
+        self._slots = slots.data.cast("B")
+        self._generations = self.generations.data.cast("B")
+
+    def packed(self, rows: slice | Rows) -> tuple[bytes, bytes]:
+        """Slots (u32) and generations (u64) of some rows. A slice has a start and a stop."""
+        if isinstance(rows, slice):
+            first, end = rows.start, rows.stop
+            return self._slots[first * 4 : end * 4].tobytes(), self._generations[first * 8 : end * 8].tobytes()
+        return self.slots[rows].tobytes(), self.generations[rows].tobytes()
 
 
 class BlockTable:

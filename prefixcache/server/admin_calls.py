@@ -79,6 +79,8 @@ class AdminCalls:
 def drain(shell: Shell, timeout_s: float, hurry: threading.Event | None = None) -> tuple[int, int]:
     """Refuse new leases and reservations; wait for those running. Answers how many (leases, reservations) remain."""
     shell.draining = True
+    if shell.owner.failure:
+        return 0, 0  # nothing can end any more
     shell.owner.call(e.DrainStarted())
     waiting = hurry or threading.Event()
     until = shell.owner.clock() + timeout_s

@@ -122,7 +122,7 @@ class Daemon:
         self.executor.stop()
         if self._http is not None:
             self._http.stop()
-        if self.config.warm_restart:
+        if self.config.warm_restart and not self.owner.failure:
             take_snapshot(self.owner, self.memory)
         self.memory.close()
         self.place.close()
@@ -183,7 +183,8 @@ class Daemon:
         self.addresses.append(self._http.address)
 
     def _capacity_ready(self, ready_bytes: int) -> None:
-        self.owner.call(e.CapacityReady(HOST_POOL, ready_bytes))
+        if not self.owner.failure:
+            self.owner.call(e.CapacityReady(HOST_POOL, ready_bytes))
 
     def _look_around(self) -> None:
         """Twice a second: end silent sessions (they live for seconds), note what time it is."""

@@ -15,6 +15,7 @@ from prefixcache.core.ids import KEY_BYTES, NO_SLOT
 from prefixcache.core.reasons import Skip
 from prefixcache.identity.keys import block_keys
 from prefixcache.server import reasons
+from prefixcache.server.encoding import acquire_response, behind_runs
 from prefixcache.server.errors import CallError
 from prefixcache.server.holdings import Reservation
 from prefixcache.server.layouts import Namespace
@@ -38,14 +39,14 @@ class CacheCalls:
         self._lease_ttl = shell.config.lease_ttl
         self._lease_ttl_max = shell.config.lease_ttl_max
 
-    def acquire(self, session: Session, request: pb.AcquireRequest) -> pb.AcquireResponse | Future[Any]:
-        """One lookup of one prompt, pinned."""
+    def acquire(self, session: Session, request: pb.AcquireRequest) -> bytes | Future[Any]:
+        """One lookup of one prompt, pinned; the serialised AcquireResponse."""
         number = request.namespace_id
         namespace = self._namespaces.get(number) or self._shell.namespace(number)
         keys = request.keys
         if not keys or len(keys) % KEY_BYTES or request.tokens:
             keys = self._keys(session, request, allow_none=request.prompt_tokens > 0)
-        event = self._acquire_event(session, request, keys, namespace.spec.block_tokens)
+        event = self._acquire_event(session, request, namespace, keys)
         tail = keys[-KEY_BYTES:]
         with self._lock:
             reply = self._owner.acquire(event)
@@ -56,23 +57,19 @@ class CacheCalls:
         raise reasons.refusal(expect(reply, c.Refused))
 
     def _acquire_event(
-        self, session: Session, request: pb.AcquireRequest, keys: bytes, block_tokens: int
+        self, session: Session, request: pb.AcquireRequest, namespace: Namespace, keys: bytes
     ) -> e.AcquireRequested:
         if self._shell.draining:
             raise _draining()
         first, most, ttl_ms = request.from_block, request.max_blocks, request.ttl_ms
+        prompt_tokens = request.prompt_tokens or _prompt_tokens(request, keys, namespace.spec.block_tokens)
+        ttl_s = granted_ttl(ttl_ms, self._lease_ttl, self._lease_ttl_max) if ttl_ms else self._lease_ttl
+        limit = max(most - first, 0) if most else None
         return e.AcquireRequested(
-            session.id,
-            request.lease,
-            request.namespace_id,
-            keys,
-            first,
-            request.prompt_tokens or _prompt_tokens(request, keys, block_tokens),
-            granted_ttl(ttl_ms, self._lease_ttl, self._lease_ttl_max) if ttl_ms else self._lease_ttl,
-            max(most - first, 0) if most else None,
-        )
+            session.id, request.lease, namespace.number, keys, first, prompt_tokens, ttl_s, limit
+        )  # fmt: skip
 
-    def _granted(self, session: Session, namespace: Namespace, tail: bytes, reply: c.Acquired) -> pb.AcquireResponse:
+    def _granted(self, session: Session, namespace: Namespace, tail: bytes, reply: c.Acquired) -> bytes:
         """Note the lease, inside the owner's lock, and say what is in it."""
         if reply.planned_blocks:
             lease = self._holdings.leased(session.id, namespace, reply, tail)
@@ -80,33 +77,16 @@ class CacheCalls:
                 raise CallError(common.REASON_ID_IN_USE, "the lease id is in use for another prompt; choose a new one")
         return self._acquired(reply)
 
-    def _acquired(self, reply: c.Acquired) -> pb.AcquireResponse:
-        # Field by field: message constructors with arguments cost three times as much (nested ones are encoded and
-        # parsed again), and this is most of the server's own share of an acquire.
-        first = reply.from_block
-        response = pb.AcquireResponse()
-        response.planned_blocks = first + reply.planned_blocks
-        response.ready_blocks = first + reply.ready_blocks
-        if reply.stop is not None:
-            response.stop = reasons.STOP[reply.stop]
-        if reply.planned_blocks:
-            response.ttl_ms = int(max(reply.expires_at - self._owner.now, 0.0) * 1000)
-            tokens = response.tokens
-            tokens.gpu, tokens.host, tokens.disk, tokens.peer = reply.tokens
-            add = response.runs.add
-            for run in reply.runs:
-                message = add()
-                if run.part:
-                    message.part = run.part
-                if run.pool:
-                    message.pool = run.pool
-                if run.first_block:
-                    message.first_block = run.first_block
-                message.slots = run.slots.tobytes()
-                message.generations = run.generations.tobytes()
-        if reply.present is not None:
-            response.present = np.packbits(reply.present, bitorder="little").tobytes()
-        return response
+    def _acquired(self, reply: c.Acquired) -> bytes:
+        first, planned, stop = reply.from_block, reply.planned_blocks, reply.stop
+        left_s = reply.expires_at - self._owner.now
+        rest = behind_runs(
+            reasons.STOP[stop] if stop is not None else 0,
+            int(left_s * 1000) if planned and left_s > 0 else 0,
+            reply.tokens if planned else None,
+        )
+        present = b"" if reply.present is None else np.packbits(reply.present, bitorder="little").tobytes()
+        return acquire_response(first + planned, first + reply.ready_blocks, reply.runs, rest, present)
 
     def release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         """End a lease; blocks above `used_blocks` are missed."""

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import grpc
 from grpc_reflection.v1alpha import reflection
 
-from prefixcache.server.dispatch import CallCounters, parse, to_error
+from prefixcache.server.dispatch import CallCounters, parse, to_bytes, to_error
 from prefixcache.server.errors import CallError, status_details
 from prefixcache.server.service import Method, Shell
 from prefixcache.server.sessions import Session
@@ -62,7 +62,7 @@ class GrpcCalls:
                 response = method.answer(self._session(method, request), request)
                 if isinstance(response, Future):
                     response = response.result(_LATE_S)
-                encoded: bytes = response.SerializeToString()
+                encoded = to_bytes(response)
             with self._lock:
                 latency.add(time.perf_counter() - started)
             return encoded

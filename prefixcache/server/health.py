@@ -63,15 +63,15 @@ class GrpcHealth(health.HealthServicer):
         if serving != self._told:
             self._told = serving
             for service in SERVICES:
-                self.set(service, _status(serving))
+                self.set(service, _status(serving=serving))
 
     def Check(self, request: Any, context: Any) -> Any:  # the rpc's name
         """The state of one service now."""
         if request.service not in SERVICES and request.service != health.SERVICE_NAME:
             context.set_code(grpc.StatusCode.NOT_FOUND)
             return health_pb2.HealthCheckResponse()
-        return health_pb2.HealthCheckResponse(status=_status(self._source.is_serving()))
+        return health_pb2.HealthCheckResponse(status=_status(serving=self._source.is_serving()))
 
 
-def _status(serving: bool) -> Any:  # a word of the protocol, not a switch
+def _status(*, serving: bool) -> Any:
     return health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

@@ -111,12 +111,12 @@ class Sources:
         return web.Response(body=text, headers={"Content-Type": _METRICS_TYPE})
 
     async def _show_health(self, _: "web.Request") -> "web.Response":
-        return self._state(self._health.is_serving())
+        return self._state(good=self._health.is_serving())
 
     async def _show_ready(self, _: "web.Request") -> "web.Response":
-        return self._state(self._health.state()[0] == "serving")
+        return self._state(good=self._health.state()[0] == "serving")
 
-    def _state(self, good: bool) -> "web.Response":  # the one fact it shows
+    def _state(self, *, good: bool) -> "web.Response":
         from aiohttp import web
 
         state, detail = self._health.state()

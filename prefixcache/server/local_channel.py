@@ -104,21 +104,27 @@ class LocalChannel:
         self._listener.setblocking(False)
         self._register(self._listener.fileno(), self._accept)
         self._register(self._wake, self._woken)
-        targets, poll = self._targets, self._epoll.poll
-        checked_at = time.monotonic()
+        targets, poll, unfinished, clock = self._targets, self._epoll.poll, self._unfinished, time.monotonic
+        beat_at = looked_at = clock()
+        self._beat()
         while not self._stopping:
-            for fd, mask in poll(0 if self._unfinished else _IDLE_S):
+            for fd, mask in poll(0 if unfinished else _IDLE_S):
                 target = targets.get(fd)
                 if target is not None:
                     target(mask)
-            self._bury()
-            for _ in range(len(self._unfinished)):
-                self._unfinished.popleft().work()
-            self._beat()
-            now = time.monotonic()
-            if now - checked_at > _LOOK_AROUND_S:
-                checked_at = now
-                self._look_around(now)
+            # What follows is paid after every request, so the usual round only looks at the clock.
+            if self._dead:
+                self._bury()
+            if unfinished:
+                for _ in range(len(unfinished)):
+                    unfinished.popleft().work()
+            now = clock()
+            if now - beat_at > _IDLE_S:
+                beat_at = now
+                self._beat()
+                if now - looked_at > _LOOK_AROUND_S:
+                    looked_at = now
+                    self._look_around(now)
         self._close()
 
     def post(self, work: Callable[[], None]) -> None:

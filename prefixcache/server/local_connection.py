@@ -60,8 +60,8 @@ class Connection:
     """The state of one peer."""
 
     __slots__ = (
-        "_channel", "_inbox", "_out", "_out_bytes", "_reading", "_recv", "_send", "_skip", "accepted_at", "closed",
-        "fd", "process", "session", "sock",
+        "_channel", "_inbox", "_out", "_out_bytes", "_reading", "_recv", "_send", "_skip", "_waits", "accepted_at",
+        "closed", "fd", "process", "session", "sock",
     )  # fmt: skip
 
     def __init__(self, channel: Channel, sock: socket.socket, process: Process, now: float) -> None:
@@ -79,6 +79,7 @@ class Connection:
         self._out: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._out_bytes = 0
         self._reading = True
+        self._waits = False
 
     def ready(self, mask: int) -> None:
         """The loop saw the socket become readable, writable, or end."""
@@ -94,8 +95,8 @@ class Connection:
 
     def _readable(self) -> None:
         """The socket has bytes, or its end."""
-        if self.closed:
-            return
+        if self.closed or self._waits:
+            return  # what came before is not answered yet; the kernel keeps the rest
         try:
             data = self._recv(_RECEIVE_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -115,9 +116,11 @@ class Connection:
 
     def work(self) -> None:
         """Answer the whole frames that wait, at most a turn's worth of them."""
+        self._waits = False
         for _ in range(_FRAMES_A_TURN):
             if self.closed or not self._reading or not self._one_frame():
                 return
+        self._waits = True
         self._channel.again(self)
 
     def send(self, call: int, method: int, flags: int, payload: bytes, fds: tuple[int, ...] = ()) -> None:

@@ -51,17 +51,13 @@ class Owner:
         # Not empty once an event has failed half-way: what the planner knows may be wrong from then on, and wrong bytes
         # are worse than none.
         self.failure = ""
-        self._now = clock()
+        # The planner's time; read it with `lock` held.
+        self.now = clock()
 
     @property
     def lock(self) -> threading.RLock:
         """For reading what the planner counts, and for tables that change with it."""
         return self._lock
-
-    @property
-    def now(self) -> float:
-        """The planner's time; read it with `lock` held."""
-        return self._now
 
     def call(self, event: e.Event) -> c.Reply | None:
         """Handle `event`; answer its reply, or None where there is none.
@@ -80,8 +76,8 @@ class Owner:
 
     def hold_time(self) -> float:
         """Stop the planner's time for one short write into a slot; call it with `lock` held, then `let_time_pass`."""
-        self._writes.append(self._now)
-        return self._now
+        self._writes.append(self.now)
+        return self.now
 
     def let_time_pass(self, held: float) -> None:
         """The write that `hold_time` answered `held` for is over."""
@@ -94,11 +90,11 @@ class Owner:
         now = self.clock()
         if self._writes:
             now = min(now, self._writes[0])
-        if now > self._now:
-            self._now = now
+        if now > self.now:
+            self.now = now
         whole = False
         try:
-            commands = self._planner.handle(event, self._now)
+            commands = self._planner.handle(event, self.now)
             whole = True
         finally:
             if not whole:

@@ -86,14 +86,16 @@ class Shell:
     def end(self, session: Session) -> bool:
         """End a session: its leases and keys are free. True if slots wait for its process's exit. Can be repeated."""
         with session.writes, self.owner.lock:
-            if not self.sessions.remove(session):
+            if not self.sessions.remove(session) or self.owner.failure:
                 return False
             closed = self.owner.call(e.SessionEnded(session.id))
             return isinstance(closed, c.SessionClosed) and closed.quarantined_slots > 0
 
     def exited(self, session_id: bytes) -> None:
         """The process behind a session (ended or not) is gone: its slots are free, too."""
-        self.owner.call(e.ProcessExited(session_id))
+        with self.owner.lock:
+            if not self.owner.failure:
+                self.owner.call(e.ProcessExited(session_id))
 
 
 def expect(reply: c.Reply | None, kind: type) -> Any:

@@ -59,7 +59,7 @@ class Statistics:
             response.tiers.append(self._host_tier(stats))
             response.namespaces.extend(self._namespaces())
             response.counters.extend(_core_counters(stats))
-            response.sessions.extend(self._sessions())
+        response.sessions.extend(self._sessions())
         response.counters.extend(self._shell_counters())
         return response
 

@@ -34,6 +34,10 @@ def stop_daemon(daemon: Daemon) -> None:
     """Stop it, having checked that every rule of the planner still holds."""
     with daemon.owner.lock:
         invariants.check(daemon.planner)
+        state, holdings = daemon.planner.state, daemon.shell.holdings
+        assert set(holdings.leases) == set(state.leases)
+        filling = {key for key, each in state.reservations.items() if not (each.expired or each.ended)}
+        assert set(holdings.reservations) == filling
     assert not daemon.owner.failure
     daemon.stop()
 

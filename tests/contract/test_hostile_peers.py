@@ -293,3 +293,30 @@ def test_running_out_of_descriptors_stops_nobody_who_is_there(monkeypatch: pytes
     here.close()
     late.close()
     stop_daemon(daemon)
+
+
+def test_a_peer_that_floods_small_frames_is_read_only_as_fast_as_it_is_answered(
+    peer: LocalDriver, witness: Worker, daemon: Daemon
+) -> None:
+    greet(peer)
+    assert daemon._local is not None
+    frames_sent, most = 60_000, 0
+    block = b"".join(HEADER.pack(0, call % 1000, ECHO, END) for call in range(1000))
+
+    def flood() -> None:
+        for _ in range(frames_sent // 1000):
+            peer.sock.sendall(block)
+
+    def drain() -> None:
+        for _ in range(frames_sent):
+            peer.read_frame()
+
+    threads = [threading.Thread(target=flood), threading.Thread(target=drain)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert witness.acquire(new_keys(1)).planned_blocks == 0
+        most = max(most, daemon._local._buffered)
+    assert most <= 2 * 65_536
+    for thread in threads:
+        thread.join()

@@ -15,7 +15,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.timeout(900)]
 
 def test_demo(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "prefixcache.cli.main", "demo", "--json", "--prompts", "3"]
-    before = {process.pid for process in psutil.process_iter()}
     done = subprocess.run(
         command,
         env=environment(1) | {"TMPDIR": str(tmp_path)},
@@ -35,7 +34,8 @@ def test_demo(tmp_path: Path) -> None:
     assert told["hit_rate"] == pytest.approx(told["tokens_reused"] / told["tokens_total"])
     assert 0 < told["warm_ttft_s"] < told["cold_ttft_s"] / 2, "how much faster is the benchmark's business"
     assert list(tmp_path.iterdir()) == []
-    left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and "prefixcache" in str(p.info)]
+    environs = [process.info["environ"] or {} for process in psutil.process_iter(["environ"])]
+    left = [environ for environ in environs if environ.get("TMPDIR", "").startswith(str(tmp_path))]
     assert left == []
 
 

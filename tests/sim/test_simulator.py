@@ -176,7 +176,7 @@ def copied_slots_freed_at_once(patch: Patch) -> None:
 
 def failed_copies_believed(patch: Patch) -> None:
     right = SlabMover.finish
-    patch.setattr(SlabMover, "finish", lambda self, copy, *, ok: right(self, copy, ok=True))
+    patch.setattr(SlabMover, "finish", lambda self, copy, out, *, ok: right(self, copy, out, ok=True))
 
 
 def moved_slots_freed_under_leases(patch: Patch) -> None:

@@ -20,7 +20,6 @@ from prefixcache.identity.layout import Layout
 from prefixcache.identity.model import NamespaceOptions
 from prefixcache_client import acquire, lookup, store
 from prefixcache_client import namespace as namespaces
-from prefixcache_client.acquire import Wish
 from prefixcache_client.address import parse_address
 from prefixcache_client.lease import Lease
 from prefixcache_client.link import Link
@@ -141,13 +140,11 @@ class Client:
         a miss costs. Raises ValueError or TypeError for a prompt that is none.
         """
         options = self.options
-        wish = Wish(
-            max_tokens,
-            from_token,
-            options.lease_ttl_s if ttl_s is None else ttl_s,
-            recompute_s_per_token,
-            options.timeout_s if timeout_s is None else timeout_s,
-        )
+        if ttl_s is None:
+            ttl_s = options.lease_ttl_s
+        if timeout_s is None:
+            timeout_s = options.timeout_s
+        wish = (max_tokens, from_token, ttl_s, recompute_s_per_token, timeout_s)
         return acquire.acquire(self._link, ns, prompt, wish)
 
     def store(self, ns: Namespace, prompt: Prompt, tensors: Any, *, from_token: int = 0) -> StoreResult:

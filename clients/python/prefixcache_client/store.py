@@ -8,13 +8,13 @@ Rules:
 Whatever goes wrong with the cache is a reason in the result; mistakes in the tensors raise. It must not know sockets.
 """
 
-import os
 from collections import Counter
 from typing import Any, Final, NamedTuple
 
 from prefixcache.identity.keys import KEY_BYTES
 from prefixcache.v1 import cache_pb2
 from prefixcache_client.errors import Failure
+from prefixcache_client.ids import new_id
 from prefixcache_client.link import Link
 from prefixcache_client.namespace import Epoch, Namespace, Prompt
 from prefixcache_client.reasons import count_reasons
@@ -24,7 +24,6 @@ from prefixcache_client.session import Session
 from prefixcache_client.tensors import KvTensors, as_tensors
 from prefixcache_client.transport import ABORT, COMMIT, RESERVE
 
-RESERVATION_BYTES: Final = 16
 _MS: Final = 1000
 
 
@@ -79,7 +78,7 @@ def _shares(ns: Namespace, target: KvTensors, keys: bytes, from_block: int) -> l
 
 
 def _store_share(link: Link, ns: Namespace, epoch: Epoch, target: KvTensors, share: _Share) -> _Outcome:
-    reservation = os.urandom(RESERVATION_BYTES)
+    reservation = new_id()
     request = cache_pb2.ReserveRequest(
         reservation=reservation,
         keys=share.keys,

@@ -5,7 +5,6 @@ What belongs here: how a cache is made, filled and handed to a model. It must no
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any, cast
 
@@ -24,6 +23,8 @@ __all__ = [
 ]
 
 _CACHE_KEYWORDS = ("cache", "past_key_values")
+# 5.x prepares a layer by its first keys and values, 4.57 by its keys.
+_PREPARED_BY_VALUES = "value_states" in inspect.signature(DynamicLayer.lazy_initialization).parameters
 
 
 class RecordingSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # a base without types
@@ -66,16 +67,10 @@ def fill_layer(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor,
 
     Shapes [batch, kv_heads, kept tokens, dim]. The tensors become the layer's own; `update` would copy them once more.
     """
-    layer.lazy_initialization(*((keys, values) if _initialised_by_values(type(layer)) else (keys,)))
+    layer.lazy_initialization(*((keys, values) if _PREPARED_BY_VALUES else (keys,)))
     layer.keys, layer.values = keys, values
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = tokens  # what positions and masks are counted from
-
-
-@functools.cache
-def _initialised_by_values(layer: type[CacheLayerMixin]) -> bool:
-    """5.x prepares a layer by its first keys and values, 4.57 by its keys."""
-    return "value_states" in inspect.signature(layer.lazy_initialization).parameters
 
 
 def generate_cache_keyword() -> str:

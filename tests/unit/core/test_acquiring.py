@@ -61,7 +61,7 @@ def test_nothing_behind_the_engines_own_hit() -> None:
     h.store("ab")
     acquired = h.acquire("abcd", from_block=3)
     assert acquired.planned_blocks == 0
-    assert h.planner.state.stats.tokens.miss == {Miss.NOT_STORED: TOKENS, Miss.PARTIAL_BLOCK: 0}
+    assert h.planner.state.stats.tokens.miss == {Miss.NOT_STORED: TOKENS}
 
 
 def test_a_limit_is_a_reason_of_its_own() -> None:

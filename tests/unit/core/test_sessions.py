@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from prefixcache.core.commands import LeaseEnded, NamespaceReady, SessionClosed, SessionReady
-from prefixcache.core.events import NamespaceOpened, ProcessExited, SessionEnded, SessionOpened
+from prefixcache.core.commands import (
+    Aborted,
+    LeaseEnded,
+    NamespaceForgotten,
+    NamespaceReady,
+    SessionClosed,
+    SessionReady,
+)
+from prefixcache.core.events import (
+    AbortRequested,
+    LookupRequested,
+    NamespaceOpened,
+    ProcessExited,
+    SessionEnded,
+    SessionOpened,
+)
 from prefixcache.core.ids import GroupKind, NamespaceKind
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.spec import GroupSpec, Limits, NamespaceSpec, PartSpec
@@ -72,8 +86,24 @@ def test_a_part_that_fits_no_slab() -> None:
     h.refused(NamespaceOpened(9, bytes(32), many), Kind.RESOURCE_EXHAUSTED, Refusal.BLOCK_TOO_LARGE)
 
 
-def test_too_many_namespaces() -> None:
-    h = Harness(limits=Limits(max_namespaces=1))
+def test_an_empty_namespace_makes_room_for_another() -> None:
+    h = Harness(limits=Limits(max_namespaces=1), forget_empty=True)
+    held = h.reserve("a", ttl_s=1.0)
+    h.now = 2.0
+    h.refused(NamespaceOpened(9, bytes(32), ONE_PART), Kind.RESOURCE_EXHAUSTED, Refusal.TOO_MANY)
+    h.ask(AbortRequested(A, held.reservation), Aborted)
+    wide = NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, 4, 2 * GRANULE),))
+    assert h.ask(NamespaceOpened(9, bytes(32), wide), NamespaceReady).namespace == 9
+    assert h.all[0] == NamespaceForgotten(1)
+    assert list(h.planner.state.policies) == [(2 * GRANULE,)]
+    h.refused(LookupRequested(1, b""), Kind.NOT_FOUND, Refusal.NAMESPACE_UNKNOWN)
+
+
+@pytest.mark.parametrize("forget_empty", [False, True])
+def test_too_many_namespaces(forget_empty: bool) -> None:
+    h = Harness(limits=Limits(max_namespaces=1), forget_empty=forget_empty)
+    if forget_empty:
+        h.store("a")
     h.refused(NamespaceOpened(9, bytes(32), ONE_PART), Kind.RESOURCE_EXHAUSTED, Refusal.TOO_MANY)
 
 

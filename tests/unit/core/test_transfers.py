@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from prefixcache.core.commands import CopySlots, SetGenerations
+from typing import Any
+
+from prefixcache.core.commands import ComputeChecksum, CopySlots, SetGenerations
 from prefixcache.core.events import ClearRequested, CopyDone
 from prefixcache.core.reasons import Kind, Refusal, Skip
 from prefixcache.core.spec import NamespaceSpec, PartSpec
@@ -11,8 +13,8 @@ from tests.unit.core.harness import FULL, GRANULE, TOKENS, Harness, chain
 WIDE = NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, 1, 3 * GRANULE),))
 
 
-def two_classes(slots: int = 16, slab_slots: int = 4, every: int = 1) -> Harness:
-    h = Harness(slots=slots, slab_slots=slab_slots, compare_classes_every=every)
+def two_classes(slots: int = 16, slab_slots: int = 4, every: int = 1, **config: Any) -> Harness:
+    h = Harness(slots=slots, slab_slots=slab_slots, compare_classes_every=every, **config)
     h.open(2, WIDE)
     return h
 
@@ -107,3 +109,24 @@ def test_keys_stay_the_same_when_slots_move() -> None:
     h, copy = fragmented()
     h.send(CopyDone(copy.copy, True))
     assert h.planner.state.namespaces[1].tree.walk(chain("a")).blocks == 1
+
+
+def test_a_moved_block_still_gets_its_digest() -> None:
+    h = two_classes(slots=8, slab_slots=4, checksum=True)
+    for letter in "abcdefgh":
+        h.store(letter)
+    for letter in "aceg":
+        h.acquire(letter)
+    h.reserve("x", namespace=2)
+    copy = next(command for command in h.all if isinstance(command, CopySlots))
+    (order,) = h.send(CopyDone(copy.copy, True))
+    assert isinstance(order, ComputeChecksum)
+    assert order.slots.tolist() == copy.targets.tolist()
+
+
+def test_no_more_is_evicted_than_the_slots_take() -> None:
+    """Two parts in one class: a block gives two slots."""
+    h = Harness(slots=16, slab_slots=4, spec=NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, 1, GRANULE),) * 2))
+    h.store("abcdefgh")
+    h.store("xy")
+    assert h.hit("abcdefgh") == 6

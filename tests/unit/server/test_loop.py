@@ -53,10 +53,11 @@ def test_orders_are_carried_out_in_order_before_the_reply() -> None:
     commands: list[c.Command] = [
         c.LeaseEnded(LEASE, b"", acquired().stop),  # type: ignore[arg-type]  # its reason does not matter here
         c.SetGenerations(0, slots, 5),
+        c.Cleared(1, 0),
         c.DrainFinished(),
     ]
     owner = Owner(Planned(commands), {c.LeaseEnded: done.append, c.SetGenerations: done.append})
-    assert isinstance(owner.call(e.DrainStarted()), c.DrainFinished)
+    assert owner.call(e.ClearRequested()) == c.Cleared(1, 0)
     assert [type(item) for item in done] == [c.LeaseEnded, c.SetGenerations]
 
 

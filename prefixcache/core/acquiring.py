@@ -164,6 +164,8 @@ class Acquiring:
         pool = self.state.host_pool
         if not space.optional_parts:
             wanted = path.stretches(from_block, end)
+            if len(space.strides) == 1:
+                return (read_run(space, 0, wanted, from_block, pool),)
             return tuple([read_run(space, part, wanted, from_block, pool) for part in range(len(space.strides))])
         runs = []
         for part in range(len(space.strides)):

@@ -38,16 +38,12 @@ class Acquiring:
         self.mover = mover
 
     def acquire(self, event: AcquireRequested, now: float, out: list[Command]) -> None:
+        admitted = self._admitted(event, out)
+        if admitted is None:
+            return
+        session, space = admitted
         state = self.state
         lease_id = event.lease
-        if not state.good_id(lease_id, out):
-            return
-        session = state.live_session(event.session, out, lease_id)
-        if session is None or self._retried(event, out):
-            return
-        space = state.known_namespace(event.namespace, out, lease_id)
-        if space is None or not self._valid(event, session, space, out):
-            return
         if space.foreign is not None:
             self.foreign.acquire(event, session, space, now, out)
             return
@@ -164,6 +160,8 @@ class Acquiring:
         pool = self.state.host_pool
         if not space.optional_parts:
             wanted = path.stretches(from_block, end)
+            if len(space.strides) == 1:
+                return (read_run(space, 0, wanted, from_block, pool),)
             return tuple([read_run(space, part, wanted, from_block, pool) for part in range(len(space.strides))])
         runs = []
         for part in range(len(space.strides)):
@@ -206,6 +204,20 @@ class Acquiring:
         else:
             return lease
         return None
+
+    def _admitted(self, event: AcquireRequested, out: list[Command]) -> tuple[Session, Namespace] | None:
+        """Who asks and of what; None where that is refused, or was answered before."""
+        state = self.state
+        lease_id = event.lease
+        if not state.good_id(lease_id, out):
+            return None
+        session = state.live_session(event.session, out, lease_id)
+        if session is None or self._retried(event, out):
+            return None
+        space = state.known_namespace(event.namespace, out, lease_id)
+        if space is None or not self._valid(event, session, space, out):
+            return None
+        return session, space
 
     def _retried(self, event: AcquireRequested, out: list[Command]) -> bool:
         """Answers an Acquire whose lease is there already."""

@@ -33,8 +33,7 @@ def read_run(space: Namespace, part: int, rows: list[slice | Rows], first_block:
     """Where one part of consecutive blocks is. rows: pieces to index a column with (`Path.stretches`)."""
     column = space.table.parts[part]
     if len(rows) == 1:
-        slots, generations = column.packed(rows[0])
-        return Run(part, first_block, pool, slots, generations)
+        return Run(part, first_block, pool, *column.packed(rows[0]))
     pieces = [column.packed(piece) for piece in rows]
     packed_slots = b"".join([slots for slots, _ in pieces])
     return Run(part, first_block, pool, packed_slots, b"".join([generations for _, generations in pieces]))

@@ -243,6 +243,13 @@ class Cleared:
 
 
 @dataclass(slots=True)
+class NamespaceForgotten:
+    """A namespace that held nothing made room for another; its number is free."""
+
+    namespace: NamespaceId
+
+
+@dataclass(slots=True)
 class DrainFinished:
     """No reservation is left and none will come. No reply: it may stand behind the answer to the last Commit."""
 
@@ -304,6 +311,7 @@ Order: TypeAlias = (
     | LeaseEnded
     | ReservationEnded
     | DrainFinished
+    | NamespaceForgotten
     | Published
 )
 Command: TypeAlias = Reply | Order

@@ -8,7 +8,7 @@ Must not know: how leases and reservations end (acquiring and filling do).
 from __future__ import annotations
 
 from prefixcache.core.acquiring import Acquiring
-from prefixcache.core.commands import Command, NamespaceReady, SessionClosed, SessionReady
+from prefixcache.core.commands import Command, NamespaceForgotten, NamespaceReady, SessionClosed, SessionReady
 from prefixcache.core.events import NamespaceOpened, ProcessExited, SessionEnded, SessionOpened
 from prefixcache.core.filling import Filling
 from prefixcache.core.namespaces import Namespace
@@ -87,7 +87,7 @@ class Sessions:
         """Registers a checked, new namespace."""
         state = self.state
         strides = tuple(part.stride_bytes for part in spec.parts)
-        space = Namespace(number, fingerprint, spec, state.policy_for(strides))
+        space = Namespace(number, fingerprint, spec, state.policy_for(strides), state.stats.open_ledger(number))
         state.namespaces[number] = space
         state.by_fingerprint[fingerprint] = space
         return space
@@ -112,14 +112,14 @@ class Sessions:
         elif event.namespace in state.namespaces:
             text = f"namespace id {event.namespace} has another fingerprint"
             state.refuse(out, Kind.ALREADY_EXISTS, Refusal.NAMESPACE_TAKEN, text)
-        elif len(state.namespaces) >= state.limits.max_namespaces and not self._forget_empty():
+        elif len(state.namespaces) >= state.limits.max_namespaces and not self._forget_empty(out):
             text = f"at most {state.limits.max_namespaces} namespaces"
             state.refuse(out, Kind.RESOURCE_EXHAUSTED, Refusal.TOO_MANY, text)
         else:
             return True
         return False
 
-    def _forget_empty(self) -> bool:
+    def _forget_empty(self, out: list[Command]) -> bool:
         """Makes room for a namespace by forgetting one that holds nothing (an old weights epoch, say)."""
         state = self.state
         busy = {reservation.space for reservation in state.reservations.values()}
@@ -129,6 +129,8 @@ class Sessions:
                 del state.by_fingerprint[space.fingerprint]
                 if all(other.policy is not space.policy for other in state.namespaces.values()):
                     del state.policies[tuple(sorted(space.strides))]
+                state.stats.forget_ledger(space.number)
+                out.append(NamespaceForgotten(space.number))
                 return True
         return False
 

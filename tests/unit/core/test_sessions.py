@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from prefixcache.core.commands import Aborted, LeaseEnded, NamespaceReady, SessionClosed, SessionReady
+from prefixcache.core.commands import (
+    Aborted,
+    LeaseEnded,
+    NamespaceForgotten,
+    NamespaceReady,
+    SessionClosed,
+    SessionReady,
+)
 from prefixcache.core.events import (
     AbortRequested,
     LookupRequested,
@@ -81,17 +88,21 @@ def test_a_part_that_fits_no_slab() -> None:
 
 def test_an_empty_namespace_makes_room_for_another() -> None:
     h = Harness(limits=Limits(max_namespaces=1))
+    h.acquire("b")
+    looked_up = h.planner.state.stats.tokens.looked_up
     held = h.reserve("a", ttl_s=1.0)
     h.now = 2.0
     h.refused(NamespaceOpened(9, bytes(32), ONE_PART), Kind.RESOURCE_EXHAUSTED, Refusal.TOO_MANY)
     h.ask(AbortRequested(A, held.reservation), Aborted)
     wide = NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, 4, 2 * GRANULE),))
     assert h.ask(NamespaceOpened(9, bytes(32), wide), NamespaceReady).namespace == 9
+    assert h.all[0] == NamespaceForgotten(1)
     assert list(h.planner.state.policies) == [(2 * GRANULE,)]
     h.refused(LookupRequested(1, b""), Kind.NOT_FOUND, Refusal.NAMESPACE_UNKNOWN)
+    assert h.planner.state.stats.tokens.looked_up == looked_up > 0
 
 
-def test_too_many_namespaces() -> None:
+def test_a_namespace_that_holds_blocks_is_not_forgotten() -> None:
     h = Harness(limits=Limits(max_namespaces=1))
     h.store("a")
     h.refused(NamespaceOpened(9, bytes(32), ONE_PART), Kind.RESOURCE_EXHAUSTED, Refusal.TOO_MANY)

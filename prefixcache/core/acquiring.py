@@ -61,7 +61,7 @@ class Acquiring:
         tokens = space.block_tokens
         state.stats.acquires += 1
         total = event.prompt_tokens
-        state.stats.tokens.look_up(total - from_block * tokens, total - key_blocks * tokens)
+        space.tokens.look_up(total - from_block * tokens, total - key_blocks * tokens)
         stop = None
         if end < key_blocks:
             stop = self._count_misses(space, path, event, (end, limit))
@@ -111,7 +111,7 @@ class Acquiring:
         used = planned if event.used_blocks is None else min(max(event.used_blocks, 0), planned)
         hit = used * lease.space.block_tokens
         missed = lease.planned_tokens - hit
-        ledger = self.state.stats.tokens
+        ledger = lease.space.tokens
         ledger.pending -= lease.planned_tokens
         ledger.hit[_HOST] += hit
         if missed:
@@ -121,7 +121,7 @@ class Acquiring:
 
     def end_unreleased(self, lease: Lease, reason: Miss, out: list[Command]) -> None:
         """The worker never said: nothing of it counts as a hit."""
-        ledger = self.state.stats.tokens
+        ledger = lease.space.tokens
         ledger.pending -= lease.planned_tokens
         ledger.miss[reason] += lease.planned_tokens
         expired = reason is Miss.LEASE_EXPIRED
@@ -175,7 +175,7 @@ class Acquiring:
         end, limit = max(ends[0], event.from_block), max(ends[1], event.from_block)
         matched = max(path.blocks, event.from_block)
         tokens = space.block_tokens
-        miss = self.state.stats.tokens.miss
+        miss = space.tokens.miss
         behind = self._stop_behind(space, path, event.keys)
         counts = (
             (Miss.GROUP_GAP, limit - end),

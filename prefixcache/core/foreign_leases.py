@@ -25,7 +25,7 @@ def begin_lease(state: State, session: Session, lease: Lease, out: list[Command]
     state.leases[lease.lease] = lease
     session.leases[lease.lease] = lease
     state.deadlines.add(lease)
-    state.stats.tokens.pending += lease.planned_tokens
+    lease.space.tokens.pending += lease.planned_tokens
     out.append(lease.reply)
 
 
@@ -87,7 +87,7 @@ class ForeignAcquiring:
         looked_up, stored, planned = blocks
         tokens = space.block_tokens
         self.state.stats.acquires += 1
-        ledger = self.state.stats.tokens
+        ledger = space.tokens
         total = event.prompt_tokens
         ledger.look_up(total - event.from_block * tokens, total - len(event.keys) // KEY_BYTES * tokens)
         ledger.miss[Miss.NOT_STORED] += (looked_up - stored) * tokens

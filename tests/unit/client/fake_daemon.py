@@ -133,7 +133,7 @@ class FakeDaemon:
                 continue
         self.faults.thaw.set()
         if self.grpc_server is not None:
-            self.grpc_server.stop(0).wait()
+            self.grpc_server.stop(0).wait(10)
         self.pool.close()
 
     def restart(self) -> None:

@@ -55,7 +55,8 @@ class Cleaner:
     def free(self, number: int, keep: Entries, done: FreedCall) -> None:
         """Begin to free a segment; `done` is called once, maybe before this returns.
 
-        keep: ENTRY[k] as for a read. A segment that does not exist is freed already.
+        keep: ENTRY[k] as for a read. A segment that does not exist is freed already; one that a recovery has not
+        told of yet stays, because nobody knows yet what it clears.
         """
         _Freeing(self._shared, self._reader, self._writer, number, keep, done).go_on()
 
@@ -79,6 +80,9 @@ class _Freeing:
 
     def go_on(self) -> None:
         """Take the next chunk, or finish."""
+        with self._shared.lock:
+            segment = self._shared.table.by_number.get(self._number)
+            self._stay |= segment is not None and segment.stage is Stage.FOUND
         if self._next >= len(self._order) or self._stay:
             self._tombstones()
             return
@@ -114,7 +118,7 @@ class _Freeing:
     def _was_written(self, index: Indexes, ended: "_Collected") -> None:
         self._outcomes[index] = ended.outcomes
         self._result[index] = ended.entries
-        self._stay |= bool((ended.outcomes != Outcome.OK).any())
+        self._stay |= not np.isin(ended.outcomes, [Outcome.OK, Outcome.REVOKED]).all()
         self.go_on()
 
     def _tombstones(self) -> None:
@@ -140,7 +144,7 @@ class _Freeing:
     def _needed(self, tombstone: Tombstone) -> bool:
         """Whether a segment is left that can hold something it revokes; the lock is held."""
         others = [s for n, s in self._shared.table.by_number.items() if n != self._number]
-        return any(s.stage is Stage.FOUND or 0 < s.first_sequence < tombstone.revokes for s in others)
+        return any(s.stage is Stage.FOUND or s.writes or 0 < s.first_sequence < tombstone.revokes for s in others)
 
     def _finish(self) -> None:
         self._buffer = np.zeros(0, np.uint8)
@@ -151,7 +155,7 @@ class _Freeing:
             if not self._stay:
                 segment = shared.table.by_number.get(self._number)
             if segment is not None:
-                self._writer.leave(segment)
+                self._writer.tail.leave(segment)
                 shared.table.remove(segment)
                 shared.tombstones.discard(self._number)
                 shared.counters.freed_segments += 1
@@ -208,5 +212,9 @@ def submit_tombstone(shared: Shared, writer: Writer, tombstone: Tombstone, done:
                 )
         done(told)
 
+    def admitted(drawn: Entries) -> None:
+        # In force at once: a recovery may be under way, or a segment being freed.
+        shared.tombstones.add(tombstone._replace(revokes=int(drawn["revokes"][0])))
+
     again = tombstone.revokes > 0
-    writer.submit(WriteJob(-1, payload, np.zeros(1, np.int64), entries, ended, again=again))
+    writer.submit(WriteJob(-1, payload, np.zeros(1, np.int64), entries, ended, again=again, admitted=admitted))

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from prefixcache_offload.disk.outcomes import Trouble
 
-_NEEDS_NO_READS_OFF = frozenset({Trouble.NO_SPACE, Trouble.READ_ONLY})
+_READS_GO_ON = frozenset({Trouble.NO_SPACE, Trouble.READ_ONLY})
+_FOR_GOOD = frozenset({Trouble.CLOSED, Trouble.THREAD_DIED})
+"""Nothing that can be tried again would mend these."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,14 @@ class Health:
 
     def fail(self, trouble: Trouble) -> None:
         """Something was seen that ends use for now. The first reason stays, except that a graver one joins it."""
-        if self.writes_off is None:
+        graver = trouble in _FOR_GOOD or (self.reads_off is None and trouble not in _READS_GO_ON)
+        if graver:
+            self.reads_off = self.writes_off = trouble
+        elif self.writes_off is None:
             self.writes_off = trouble
-            self._changed()
-        if self.reads_off is None and trouble not in _NEEDS_NO_READS_OFF:
-            self.reads_off = trouble
-            self.writes_off = trouble
-            self._changed()
+        else:
+            return
+        self._changed()
 
     def read_failed(self, trouble: Trouble, until_off: int) -> None:
         """One read failed. A bad sector is a miss; several in a row are a bad disk."""
@@ -68,8 +71,7 @@ class Health:
 
     def retry_due(self) -> bool:
         """Whether it is time to try again. True once per pause."""
-        closed = Trouble.CLOSED in (self.reads_off, self.writes_off)
-        if not self.off or closed or self._clock() < self._retry_at:
+        if not self.off or self.writes_off in _FOR_GOOD or self._clock() < self._retry_at:
             return False
         self.retries += 1
         self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
@@ -78,7 +80,7 @@ class Health:
 
     def recovered(self) -> None:
         """A try went well: both directions are on."""
-        if self.off and self.writes_off is not Trouble.CLOSED:
+        if self.off and self.writes_off not in _FOR_GOOD:
             self.reads_off = self.writes_off = None
             self._read_errors = 0
             self._pause_s = self._first_pause_s

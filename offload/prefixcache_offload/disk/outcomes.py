@@ -28,6 +28,8 @@ class Outcome(IntEnum):
     """There is no such segment (any more)."""
     CANCELLED = 9
     SHUT_DOWN = 10
+    REVOKED = 11
+    """It was cleared before it could be appended again."""
 
 
 class Trouble(StrEnum):

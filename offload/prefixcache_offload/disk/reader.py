@@ -9,7 +9,8 @@ goes through a buffer of its own.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import RLock
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +46,8 @@ class ReadJob:
     entries: Entries
     done: Done
     left: int = 0
+    turn: RLock = field(default_factory=RLock)
+    """Held around each call of `done`, so that the call with nothing left comes last."""
 
 
 class _Group(NamedTuple):
@@ -119,16 +122,16 @@ class Reader:
             wanted = group.job.entries[group.which]
             self.queued_bytes -= int(wanted["length"].sum(dtype=np.int64))
             segment = shared.table.hold(int(wanted["segment"][0]))
-            call = shared.begin_call((group.job.job,))
         plan = self._plan(group, wanted)
         got, error = 0, None
-        if segment is not None:
+        with shared.calling((group.job.job,)) as call:
             try:
-                got = read_fully(shared.disk, shared.table.fd(segment), plan.buffers, plan.offset)
+                if segment is not None:
+                    got = read_fully(shared.disk, shared.table.fd(segment), plan.buffers, plan.offset)
             except OSError as failed:
                 error = failed
         with shared.lock:
-            shared.counters.read_seconds += shared.end_call(call)
+            shared.counters.read_seconds += shared.clock() - call.started
             shared.counters.read_calls += 1
             fds = shared.table.let_go(segment) if segment is not None else []
         shared.close_fds(fds)
@@ -210,12 +213,12 @@ class Reader:
 
     def _end(self, group: _Group, outcomes: Outcomes, entries: Entries) -> None:
         job = group.job
-        with self._shared.lock:
+        with job.turn:
             job.left -= len(group.which)
-            left = job.left
-            for outcome in outcomes.tolist():
-                self._shared.counters.reads[Outcome(outcome)] += 1
-        job.done(Ended(job.job, np.array(group.which), outcomes, entries, left))
+            with self._shared.lock:
+                for outcome in outcomes.tolist():
+                    self._shared.counters.reads[Outcome(outcome)] += 1
+            job.done(Ended(job.job, np.array(group.which), outcomes, entries, job.left))
 
 
 def group_neighbours(entries: Entries, most_bytes: int) -> list[list[int]]:

@@ -30,8 +30,8 @@ from prefixcache_offload.disk.seam import read_fully, scratch
 from prefixcache_offload.disk.seen import Seen
 from prefixcache_offload.disk.segments import Segment, Stage
 from prefixcache_offload.disk.shared import Shared
+from prefixcache_offload.disk.tail import seal_file
 from prefixcache_offload.disk.tombstones import Tombstone
-from prefixcache_offload.disk.writer import seal_file
 
 _TAIL_BYTES = 64 << 10
 
@@ -68,6 +68,8 @@ class Recovery:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._seen = Seen()
+        self._sealed = False
+        """Whether the segment now in hand has a good footer."""
         self.counters = RecoveryCounters()
 
     def __iter__(self) -> Iterator[Recovered]:
@@ -91,11 +93,14 @@ class Recovery:
     def _segment(self, segment: Segment) -> Entries:
         """The live blocks of one held segment."""
         self.counters.segments += 1
+        self._sealed = False
         try:
             entries = self._entries(segment)
             self._learn_tombstones(segment, entries)
         except OSError:
             self.counters.unreadable += 1
+            with self._shared.lock:
+                segment.stage = Stage.UNSEALED if segment.stage is Stage.FOUND else segment.stage
             return np.zeros(0, ENTRY)
         blocks = entries[entries["kind"] == Kind.BLOCK]
         blocks = blocks[np.argsort(blocks["sequence"], kind="stable")[::-1]]
@@ -106,6 +111,8 @@ class Recovery:
             new = self._seen.add_new(left)
             left = left[new]
             segment.note(left)
+            if segment.stage is Stage.FOUND:
+                segment.stage = Stage.SEALED if self._sealed else Stage.UNSEALED
             if len(entries):
                 segment.first_sequence = int(entries["sequence"].min())
         self.counters.revoked += int(revoked.sum())
@@ -120,15 +127,12 @@ class Recovery:
         fd = shared.table.fd(segment)
         entries = self._footer(segment, fd)
         if entries is not None:
-            with shared.lock:
-                segment.stage = Stage.SEALED
+            self._sealed = True
             return entries
         self.counters.scanned += 1
         found = scan(shared.disk, fd, segment.number, shared.directory.nonce)
         self.counters.torn += found.torn
         self.counters.holes += found.holes
-        with shared.lock:
-            segment.stage = Stage.UNSEALED
         if len(found.entries):
             self._seal(segment, found.entries, found.end_page)
         return found.entries
@@ -166,7 +170,7 @@ class Recovery:
             return
         with shared.lock:
             shared.table.resized(segment, size)
-            segment.stage = Stage.SEALED
+        self._sealed = True
 
     def _learn_tombstones(self, segment: Segment, entries: Entries) -> None:
         """Read the payloads of a segment's tombstones and put them in force. Raises OSError."""

@@ -46,6 +46,8 @@ class Segment:
         self.live_bytes = 0
         self.live_records = 0
         self.records = 0
+        self.dirty = False
+        """Something was written that would not survive a power cut."""
         self.first_sequence = 0
         self._promised = 0
         self._written = 0

@@ -6,7 +6,8 @@ caller's function while holding it.
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -65,6 +66,8 @@ class Counters:
     seals_failed: int = 0
     freed_segments: int = 0
     stalls: int = 0
+    over_cap_segments: int = 0
+    """Oldest segments dropped at the start because the cap is smaller than what an earlier run left."""
     files_left: int = 0
     """Segment files that could not be removed; the next start finds them again."""
 
@@ -76,10 +79,11 @@ class Counters:
 
 @dataclass
 class Call:
-    """One call now in the kernel."""
+    """One call now in the kernel: jobs that wait for it, and how long it may take."""
 
     started: float
     jobs: tuple[int, ...]
+    limit_s: float
     told: bool = False
 
 
@@ -103,6 +107,17 @@ class Shared:
         self.closing = False
         self._sequence = directory.epoch << EPOCH_SHIFT
         self._call_number = 0
+        self._drop_over_cap()
+
+    def _drop_over_cap(self) -> None:
+        # Oldest first: a tombstone revokes only what lies before it, so nothing that was cleared comes back.
+        for number in sorted(self.table.by_number):
+            if self.table.used_bytes <= self.options.cap_bytes:
+                return
+            segment = self.table.by_number[number]
+            self.table.remove(segment)
+            self.table.unlink(segment)
+            self.counters.over_cap_segments += 1
 
     def draw_sequences(self, count: int) -> int:
         """The first of `count` sequence numbers that nobody else has."""
@@ -110,15 +125,19 @@ class Shared:
         self._sequence += count
         return first
 
-    def begin_call(self, jobs: tuple[int, ...]) -> int:
-        """Note that a call enters the kernel."""
-        self._call_number += 1
-        self.calls[self._call_number] = Call(self.clock(), jobs)
-        return self._call_number
-
-    def end_call(self, number: int) -> float:
-        """It came back; answer the seconds it took."""
-        return max(self.clock() - self.calls.pop(number).started, 1e-9)
+    @contextmanager
+    def calling(self, jobs: tuple[int, ...] = (), *, patience: float = 1.0) -> Iterator[Call]:
+        """Around every call that may hang, so that the watchdog sees it; without the lock."""
+        call = Call(self.clock(), jobs, self.options.stall_s * patience)
+        with self.lock:
+            self._call_number += 1
+            number = self._call_number
+            self.calls[number] = call
+        try:
+            yield call
+        finally:
+            with self.lock:
+                del self.calls[number]
 
     def close_fds(self, fds: list[int]) -> None:
         """Close descriptors; without the lock. An error here loses nothing: data calls have reported theirs."""

@@ -25,7 +25,7 @@ from prefixcache_offload.disk.recovery import Recovery
 from prefixcache_offload.disk.seam import Disk, RealDisk
 from prefixcache_offload.disk.shared import Counters, Done, Indexes, Shared
 from prefixcache_offload.disk.tombstones import Tombstone
-from prefixcache_offload.disk.watch import Watchdog
+from prefixcache_offload.disk.watch import Prober, Watchdog
 from prefixcache_offload.disk.writer import WriteJob, Writer
 
 
@@ -76,6 +76,7 @@ class DiskTier:
         self._reader = Reader(self._shared)
         self._cleaner = Cleaner(self._shared, self._reader, self._writer)
         self._watchdog = Watchdog(self._shared, self._reader, self._writer)
+        self._prober = Prober(self._shared)
         self.recovery = Recovery(self._shared)
         """Iterate it once, on a thread of your own, to be told what is there."""
         self._threads = [
@@ -84,6 +85,7 @@ class DiskTier:
         ]
         if self._threads:
             self._watchdog.start()
+            self._prober.start()
 
     def _started(self, count: int, name: str, worker: Writer | Reader) -> list[threading.Thread]:
         def run() -> None:
@@ -204,12 +206,17 @@ class DiskTier:
         """Be told of every change of health from now on, from a thread of the tier."""
         self._watchdog.on_change = on_change
 
+    def hanging(self) -> set[int]:
+        """Jobs that wait for a call that hangs. They end when it comes back, and their memory is theirs until then."""
+        return self._watchdog.hanging()
+
     # --- time ------------------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
         """Without threads: do all that waits, on this thread."""
         while self._reader.step() or self._writer.step():
             pass
+        self._prober.tick()
         self._watchdog.tick()
 
     def flush(self, timeout_s: float) -> bool:
@@ -219,12 +226,13 @@ class DiskTier:
         if not self._threads:
             self.pump()
         with shared.lock:
-            if not shared.lock.wait_for(self._writer.idle, timeout=timeout_s):
+            mark = shared.draw_sequences(1)
+            if not shared.lock.wait_for(lambda: self._writer.has_ended(mark), timeout=timeout_s):
                 return False
             if shared.health.writes_off is not None:
                 return False
         try:
-            self._writer.sync_open()
+            self._writer.tail.sync()
         except OSError as error:
             self._writer.fail(error)
             return False
@@ -243,13 +251,14 @@ class DiskTier:
             shared.lock.notify_all()
         self._reader.drop_all(Outcome.SHUT_DOWN)
         self._writer.drop_all(Outcome.SHUT_DOWN)
+        self._prober.stop()
         self._watchdog.stop()
         deadline = shared.clock() + timeout_s
         for thread in self._threads:
             thread.join(max(deadline - shared.clock(), 0.01))
         if any(thread.is_alive() for thread in self._threads):
             return False
-        self._writer.close_open()
+        self._writer.tail.close()
         with shared.lock:
             shared.health.fail(Trouble.CLOSED)
             fds = [s.fd for s in shared.table.by_number.values() if s.fd is not None]

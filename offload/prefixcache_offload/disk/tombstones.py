@@ -16,7 +16,8 @@ Words = npt.NDArray[np.uint64]
 
 
 class Tombstone(NamedTuple):
-    """namespace 0: all. keys: u8[n, 32], n = 0: all of the namespace. segment: where it lies."""
+    """namespace 0: all. keys: u8[n, 32], n = 0: all of the namespace. segment: where it lies,
+    0 while it is on its way."""
 
     revokes: int
     namespace: int
@@ -42,9 +43,12 @@ class Tombstones:
 
     def add(self, tombstone: Tombstone) -> None:
         """Put one in force; the same one again (found on disk, appended again) replaces its place."""
-        same = (tombstone.revokes, tombstone.namespace)
-        kept = [t for t in self._all if (t.revokes, t.namespace) != same or not np.array_equal(t.keys, tombstone.keys)]
-        self._all = [*kept, tombstone]
+        for i, known in enumerate(self._all):
+            if known.revokes == tombstone.revokes and known.namespace == tombstone.namespace:
+                self._all[i] = tombstone._replace(segment=max(known.segment, tombstone.segment))
+                break
+        else:
+            self._all.append(tombstone)
         self._index = None
 
     def within(self, segment: int) -> list[Tombstone]:

@@ -2,32 +2,32 @@
 
 Any number of threads call `step`. Places and sequence numbers are given out under the lock in the queue's order, so the
 order in the log is the order of the sequence. What has returned OK has left this process: it survives kill -9. It
-survives a power cut once its segment is sealed or `sync_open` came back. A segment in which a call failed is closed.
+survives a power cut once its segment is sealed or `Tail.sync` came back. A segment in which a call failed is closed.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import RLock
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from prefixcache_offload.disk.outcomes import Outcome, outcome_of, trouble_of
 from prefixcache_offload.disk.records import (
-    DIGEST_BYTES,
     PAGE,
     Bytes,
     Entries,
     Kind,
     digest,
     footer_bytes,
-    make_footer,
     pages_of,
     write_headers,
 )
 from prefixcache_offload.disk.seam import scratch, write_fully
 from prefixcache_offload.disk.segments import Segment, Stage
 from prefixcache_offload.disk.shared import Done, Ended, Indexes, Outcomes, Shared
+from prefixcache_offload.disk.tail import Tail
 
 _MOST_IN_BATCH = 128
 
@@ -44,7 +44,11 @@ class WriteJob:
     done: Done
     digested: bool = False
     again: bool = False
+    admitted: Callable[[Entries], None] | None = None
+    """Called with the lock held when the sequence numbers are drawn."""
     left: int = 0
+    turn: RLock = field(default_factory=RLock)
+    """Held around each call of `done`, so that the call with nothing left comes last."""
 
 
 class _Item(NamedTuple):
@@ -65,12 +69,13 @@ class Writer:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
+        self.tail = Tail(shared, self.fail)
         self._queue: deque[_Item] = deque()
         self._again: deque[_Item] = deque()
         self._queued_bytes = 0
-        self._open: Segment | None = None
         self._opening = False
-        self._active = 0
+        self._active: list[int] = []
+        """First sequence numbers of the batches in the kernel."""
 
     @property
     def queued_bytes(self) -> int:
@@ -81,35 +86,39 @@ class Writer:
         """Take a job. What does not fit in the queue, or in a segment at all, ends here and now."""
         shared, entries = self._shared, job.entries
         job.left = len(entries)
-        refused: list[int] = []
         with shared.lock:
+            revoked = shared.tombstones.revoked(entries) if job.again else np.zeros(len(entries), np.bool_)
             first = shared.draw_sequences(len(entries))
             entries["sequence"] = np.arange(first, first + len(entries), dtype=np.uint64)
             fresh = (entries["kind"] == Kind.TOMBSTONE) & (entries["revokes"] == 0)
             entries["revokes"][fresh] = entries["sequence"][fresh]
-            refusal = self._admit(job, refused)
+            if job.admitted is not None:
+                job.admitted(entries)
+            refusals = [self._admit(job, i, gone=bool(gone)) for i, gone in enumerate(revoked)]
             shared.lock.notify_all()
-        if refused:
-            self._end(job, np.array(refused), np.full(len(refused), refusal, np.uint8))
+        outcomes = np.array(refusals, np.uint8)
+        refused = np.flatnonzero(outcomes)
+        if refused.size:
+            self._end(job, refused, outcomes[refused])
 
-    def _admit(self, job: WriteJob, refused: list[int]) -> Outcome:
-        """Queue what may be queued, note the others; answer why they are refused."""
-        options, must = self._shared.options, job.again or bool((job.entries["kind"] == Kind.TOMBSTONE).any())
-        if self._shared.closing or self._shared.health.writes_off is not None:
-            refused.extend(range(len(job.entries)))
-            return Outcome.SHUT_DOWN if self._shared.closing else Outcome.TIER_OFF
-        why = Outcome.QUEUE_FULL
-        most = options.new_segment_bytes - footer_bytes(1) - PAGE
-        for i, length in enumerate(job.entries["length"].tolist()):
-            if length > most:
-                why = Outcome.NO_ROOM
-                refused.append(i)
-            elif not must and self._queued_bytes + length > max(options.queue_bytes, length):
-                refused.append(i)
-            else:
-                self._queued_bytes += length
-                (self._again if job.again else self._queue).append(_Item(job, i, length, 1 + pages_of(length)))
-        return why
+    def _admit(self, job: WriteJob, which: int, *, gone: bool) -> Outcome:
+        """Queue a record and answer OK, or why it may not be queued."""
+        shared, options = self._shared, self._shared.options
+        length, kind = int(job.entries["length"][which]), int(job.entries["kind"][which])
+        if shared.closing:
+            return Outcome.SHUT_DOWN
+        if shared.health.writes_off is not None:
+            return Outcome.TIER_OFF
+        if gone and kind == Kind.BLOCK:
+            return Outcome.REVOKED
+        if length > options.new_segment_bytes - footer_bytes(1) - PAGE:
+            return Outcome.NO_ROOM
+        must = job.again or kind == Kind.TOMBSTONE
+        if not must and self._queued_bytes + length > max(options.queue_bytes, length):
+            return Outcome.QUEUE_FULL
+        self._queued_bytes += length
+        (self._again if job.again else self._queue).append(_Item(job, which, length, 1 + pages_of(length)))
+        return Outcome.OK
 
     def wait_for_work(self) -> bool:
         """Block until `step` may have something to do; False once the tier closes. Lets reads go first for a while."""
@@ -131,7 +140,7 @@ class Writer:
             queue = self._again or self._queue
             if not queue or self._opening:
                 return False
-            segment = self._open
+            segment = self.tail.open
             if segment is None or not segment.fits(queue[0].pages, 1):
                 batch = None
                 self._opening = True
@@ -157,7 +166,7 @@ class Writer:
             job.entries["segment"][item.which] = segment.number
             job.entries["page"][item.which] = segment.promise(item.pages, 1)
         self._queued_bytes -= size
-        self._active += 1
+        self._active.append(int(items[0].job.entries["sequence"][items[0].which]))
         segment.writes += 1
         return _Batch(segment, items, np.concatenate([i.job.entries[i.which : i.which + 1] for i in items]))
 
@@ -172,24 +181,23 @@ class Writer:
                 batch.entries["digest"][i] = np.frombuffer(made, np.uint8)
         buffers = self._buffers(batch)
         size = sum(b.nbytes for b in buffers)
-        with shared.lock:
-            call = shared.begin_call(tuple({item.job.job for item in batch.items}))
         outcome: Outcome = Outcome.OK
         error: OSError | None = None
-        try:
-            write_fully(shared.disk, shared.table.fd(batch.segment), buffers, int(batch.entries["page"][0]) * PAGE)
-        except OSError as failed:
-            error = failed
-            outcome = outcome_of(trouble_of(failed))
+        with shared.calling(tuple({item.job.job for item in batch.items})) as call:
+            try:
+                write_fully(shared.disk, shared.table.fd(batch.segment), buffers, int(batch.entries["page"][0]) * PAGE)
+            except OSError as failed:
+                error = failed
+                outcome = outcome_of(trouble_of(failed))
         with shared.lock:
-            shared.counters.write_seconds += shared.end_call(call)
+            shared.counters.write_seconds += shared.clock() - call.started
             shared.counters.write_calls += 1
             shared.counters.device_bytes += size if error is None else 0
             self._written(batch, ok=error is None)
         if error is not None:
             self.fail(error)
         self._end_batch(batch, outcome)
-        self._settle(batch.segment)
+        self.tail.settle(batch.segment)
 
     def _buffers(self, batch: _Batch) -> list[memoryview]:
         """Header, payload, header, payload: the payload where it lies if direct calls accept it there."""
@@ -211,15 +219,13 @@ class Writer:
     def _written(self, batch: _Batch, *, ok: bool) -> None:
         """Count a batch that came back; the lock is held."""
         shared = self._shared
-        self._active -= 1
+        self._active.remove(int(batch.entries["sequence"][0]))
         batch.segment.writes -= 1
         if not ok:
-            if self._open is batch.segment:
-                self._open = None
-            if batch.segment.stage is Stage.OPEN:
-                batch.segment.stage = Stage.CLOSING
+            self.tail.leave(batch.segment)
         elif batch.segment.stage is not Stage.FREED:
             batch.segment.add(batch.entries)
+            batch.segment.dirty = True
         if ok:
             for item in batch.items:
                 if item.job.again:
@@ -234,12 +240,12 @@ class Writer:
         self._end_all(batch.items, outcome)
 
     def _end(self, job: WriteJob, index: Indexes, outcomes: Outcomes) -> None:
-        with self._shared.lock:
+        with job.turn:
             job.left -= len(index)
-            left = job.left
-            for outcome in outcomes.tolist():
-                self._shared.counters.writes[Outcome(outcome)] += 1
-        job.done(Ended(job.job, index, outcomes, job.entries[index], left))
+            with self._shared.lock:
+                for outcome in outcomes.tolist():
+                    self._shared.counters.writes[Outcome(outcome)] += 1
+            job.done(Ended(job.job, index, outcomes, job.entries[index], job.left))
 
     # --- segments --------------------------------------------------------------------------------------------------
 
@@ -247,101 +253,29 @@ class Writer:
         """Open the next segment for the record that does not fit, or end that record if the cap forbids it."""
         shared = self._shared
         with shared.lock:
-            queue = self._again or self._queue
-            urgent = bool(queue) and (queue is self._again or self._is_tombstone(queue[0]))
-            segment = shared.table.begin() if queue and shared.table.may_add(reserve=urgent) else None
-            if segment is None:
+            fresh, dropped = self._next_segment()
+        try:
+            if fresh is not None:
+                self.tail.replace(fresh)
+        except OSError as error:
+            self.fail(error)
+        finally:
+            with shared.lock:
                 self._opening = False
-                dropped = [queue.popleft()] if queue else []
-                self._queued_bytes -= sum(item.length for item in dropped)
                 shared.lock.notify_all()
-        if segment is None:
-            self._end_all(dropped, Outcome.NO_ROOM)
-            return
-        try:
-            self._create(segment)
-        except OSError as error:
-            with shared.lock:
-                shared.table.remove(segment)
-                self._opening = False
-            self.fail(error)
-            return
-        with shared.lock:
-            old, self._open, self._opening = self._open, segment, False
-            if old is not None:
-                old.stage = Stage.CLOSING
-            shared.lock.notify_all()
-        if old is not None:
-            self._settle(old)
+        self._end_all(dropped, Outcome.NO_ROOM)
 
-    @staticmethod
-    def _is_tombstone(item: _Item) -> bool:
-        return bool(item.job.entries["kind"][item.which] == Kind.TOMBSTONE)
-
-    def _create(self, segment: Segment) -> None:
-        """Make the file with room behind it; nothing is left of it if that fails. Raises OSError."""
-        shared = self._shared
-        fd = shared.directory.open_segment(segment.number, create=True)
-        try:
-            shared.disk.allocate(fd, segment.size_bytes)
-        except OSError:
-            shared.close_fds([fd])
-            try:
-                shared.table.unlink(segment)
-            except OSError:
-                shared.counters.files_left += 1
-            raise
-        segment.fd = fd
-
-    def close_open(self) -> None:
-        """Let the open segment take no more records, and seal it when the last write in flight is back."""
-        with self._shared.lock:
-            segment, self._open = self._open, None
-            if segment is not None:
-                segment.stage = Stage.CLOSING
-        if segment is not None:
-            self._settle(segment)
-
-    def leave(self, segment: Segment) -> None:
-        """A segment is being removed: nothing more goes into it. The lock is held."""
-        if self._open is segment:
-            self._open = None
-
-    def _settle(self, segment: Segment) -> None:
-        """Seal a closing segment once nobody writes in it; close a freed one."""
-        shared = self._shared
-        with shared.lock:
-            if segment.writes:
-                return
-            seal = segment.stage is Stage.CLOSING
-            if seal:
-                segment.stage = Stage.UNSEALED
-                segment.writes += 1
-        if seal:
-            self._seal(segment)
-        with shared.lock:
-            if seal:
-                segment.writes -= 1
-            fds = shared.table.idle_fd(segment) if segment.stage is Stage.FREED else []
-            shared.lock.notify_all()
-        shared.close_fds(fds)
-
-    def _seal(self, segment: Segment) -> None:
-        """Footer, exact size, sync. A failure costs the next start a scan, nothing else."""
-        shared = self._shared
-        try:
-            size = seal_file(shared, segment, segment.entries, segment.end_page)
-        except OSError as error:
-            with shared.lock:
-                shared.counters.seals_failed += 1
-            self.fail(error)
-            return
-        with shared.lock:
-            shared.counters.sealed += 1
-            shared.table.resized(segment, size)
-            segment.forget_entries()
-            if segment.stage is not Stage.FREED:
-                segment.stage = Stage.SEALED
+    def _next_segment(self) -> tuple[Segment | None, list[_Item]]:
+        """(a segment that the cap allows, or None and the record that has to go); the lock is held."""
+        queue = self._again or self._queue
+        if not queue:
+            return None, []
+        urgent = queue is self._again or queue[0].job.entries["kind"][queue[0].which] == Kind.TOMBSTONE
+        if self._shared.table.may_add(reserve=bool(urgent)):
+            return self._shared.table.begin(), []
+        dropped = queue.popleft()
+        self._queued_bytes -= dropped.length
+        return None, [dropped]
 
     # --- trouble, flush, end ---------------------------------------------------------------------------------------
 
@@ -369,43 +303,7 @@ class Writer:
         for job, index in by_job.items():
             self._end(job, np.array(index), np.full(len(index), outcome, np.uint8))
 
-    def idle(self) -> bool:
-        """Nothing waits and nothing is in the kernel; the lock is held."""
-        return not (self._queue or self._again or self._active or self._opening)
-
-    def sync_open(self) -> None:
-        """Make what is written survive a power cut. Raises OSError."""
-        shared = self._shared
-        with shared.lock:
-            segment = self._open
-            held = shared.table.hold(segment.number) if segment is not None else None
-        if held is None:
-            return
-        try:
-            shared.disk.sync(shared.table.fd(held))
-            shared.disk.sync_directory(shared.directory.path)
-        finally:
-            with shared.lock:
-                fds = shared.table.let_go(held)
-            shared.close_fds(fds)
-
-
-def seal_file(shared: Shared, segment: Segment, entries: Entries, end_page: int) -> int:
-    """Write the footer behind the records, cut the file there and sync it; answer its size. Raises OSError."""
-    by_place = entries[np.argsort(entries["page"], kind="stable")]
-    body = make_footer(by_place, segment.number, end_page, shared.directory.nonce)
-    buffer = scratch(len(body))
-    buffer[:] = body
-    fd = shared.table.fd(segment)
-    write_fully(shared.disk, fd, [buffer], end_page * PAGE)
-    size = end_page * PAGE + len(body)
-    shared.disk.truncate(fd, size)
-    shared.disk.sync(fd)
-    with shared.lock:
-        shared.counters.device_bytes += len(body)
-    return size
-
-
-def digests_of(rows: npt.ArrayLike) -> Bytes:
-    """u8[n, 16] from what a caller gave."""
-    return np.asarray(rows, np.uint8).reshape(-1, DIGEST_BYTES)
+    def has_ended(self, sequence: int) -> bool:
+        """Whether everything submitted up to this sequence number has ended; the lock is held."""
+        heads = [int(q[0].job.entries["sequence"][q[0].which]) for q in (self._again, self._queue) if q]
+        return all(waiting > sequence for waiting in (*heads, *self._active))

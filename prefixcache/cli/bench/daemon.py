@@ -1,7 +1,7 @@
 """A daemon of the benchmark's own: a folder, a socket, a process that ends with the benchmark.
 
-It goes through `prefixcache serve`, as users do. The kernel tells it of its parent's death, so that a benchmark that was
-ended with kill -9, or by a supervisor's time limit, leaves no daemon with gigabytes of memory behind.
+It goes through `prefixcache serve`, as users do. The kernel tells it of its parent's death, so that a benchmark that
+was ended with kill -9, or by a supervisor's time limit, leaves no daemon with gigabytes of memory behind.
 It must not know what is measured.
 """
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
-
 from prefixcache.core.demoting import Demoter
 from prefixcache.core.ids import NO_SLOT
 from prefixcache.core.loading import Loader

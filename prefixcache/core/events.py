@@ -250,10 +250,18 @@ class ReadEnd(IntEnum):
 
 
 @dataclass(slots=True)
+class ArrivalsCancelled:
+    """The worker waits no more for what is still to come of a lease. Answer: nothing (Arrived says that it ends)."""
+
+    session: SessionId
+    lease: LeaseId
+
+
+@dataclass(slots=True)
 class RecordsWritten:
     """Some records of a WriteRecords ended. index: u32[k], their places in it; ends: u8[k] of WriteEnd; segments and
-    pages: u32[k], where they are now. room_bytes: what the cap leaves for new segments. Answer: nothing, or Refused when
-    there is no such job."""
+    pages: u32[k], where they are now. room_bytes: what the cap leaves for new segments. Answer: nothing, or Refused
+    when there is no such job."""
 
     job: int
     index: NDArray[np.uint32]
@@ -343,6 +351,7 @@ Event: TypeAlias = (
     | DrainStarted
     | SnapshotRequested
     | SnapshotRestored
+    | ArrivalsCancelled
     | RecordsWritten
     | RecordsRead
     | SegmentFreed

@@ -59,7 +59,7 @@ class Evictor:
         return best
 
     def _evictable(self, node: Node, most: int) -> int:
-        """How many blocks off the tail are unpinned, and as old and as clean as the tail (at least one, if unpinned)."""
+        """How many blocks off the tail are unpinned, as old and as clean as the tail (at least one, if unpinned)."""
         loose = node.end - node.pinned_depth()
         if loose <= 1 or most == 1:
             return min(loose, 1)

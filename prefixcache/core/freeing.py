@@ -82,9 +82,7 @@ class Freer:
                 self._forget_cold(space, rows, out)
             del disk.segments[event.segment]
 
-    def _settle(
-        self, space: Namespace, records: Records, fine: NDArray[np.bool_], places: tuple[Rows, Rows]
-    ) -> None:
+    def _settle(self, space: Namespace, records: Records, fine: NDArray[np.bool_], places: tuple[Rows, Rows]) -> None:
         """What was appended again is there from now on, if it is still where it was."""
         segments, pages = places
         for part in range(len(space.strides)):

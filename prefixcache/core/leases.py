@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 class Lease:
     """`reply` is kept for a retried Acquire. `ready_end`, `runs`: what it can read by now; `cold`: which planned blocks
-    were on disk only; `stop`: why the rest of them will not come. `serial` orders leases: slots that were moved away under a lease come back
-    when every lease that is older than the move has ended."""
+    were on disk only; `loads`: what it waits for; `stop`: why the rest will not come. `serial` orders leases: slots that
+    were moved away under a lease come back when every lease that is older than the move has ended."""
 
     __slots__ = (
         "cold", "deadline", "ended", "lease", "loads", "pins", "planned_tokens", "ready_end", "reply", "runs", "serial",

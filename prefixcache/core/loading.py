@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixcache.core.commands import Arrived, CancelReads, Command, ReadRecords, Records, Run, SetGenerations
-from prefixcache.core.events import AcquireRequested, ReadEnd, RecordsRead
+from prefixcache.core.events import AcquireRequested, ArrivalsCancelled, ReadEnd, RecordsRead
 from prefixcache.core.foreign_leases import read_run
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Rows, Slots
 from prefixcache.core.leases import Lease
@@ -109,7 +109,7 @@ class Loader:
     def _cut_by_time(
         self, event: AcquireRequested, space: Namespace, found: tuple[Rows, NDArray[np.bool_]], now: float, wish: Wish
     ) -> None:
-        """Shortens the wish to what comes in time: the longest prefix that meets the deadline, if it beats computing."""
+        """Shortens the wish to what comes in time, if that beats computing."""
         rows, cold = found
         hot = int(np.argmax(cold))
         if not self.state.disk.reads_on:
@@ -209,6 +209,16 @@ class Loader:
                 load.cancelled = True
                 out.append(CancelReads(load.number))
         lease.loads = []
+
+    def give_up(self, event: ArrivalsCancelled, out: list[Command]) -> None:
+        """A worker waits no more."""
+        lease = self.state.leases.get(event.lease)
+        if lease is None or lease.session != event.session or not lease.loads:
+            return
+        self.leave(lease, out)
+        lease.stop = Miss.DEADLINE
+        ready = lease.ready_end - lease.reply.from_block
+        out.append(Arrived(lease.lease, lease.session, ready, (), lease.stop, done=True))
 
     # -- the bytes ---------------------------------------------------------------------------------------------------
 

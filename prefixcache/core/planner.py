@@ -127,6 +127,7 @@ class Planner:
         if demoter is None or loader is None or freer is None or recoverer is None:
             return {}
         return {
+            events.ArrivalsCancelled: lambda event, now, out: loader.give_up(event, out),
             events.RecordsWritten: self._records_written,
             events.RecordsRead: lambda event, now, out: loader.done(event, now, out),
             events.SegmentFreed: lambda event, now, out: freer.done(event, out),

@@ -105,6 +105,14 @@ class BlockTable:
             clean &= part.segments[rows] != NO_SEGMENT
         return clean
 
+    @property
+    def clean_count(self) -> int:
+        """How many rows have every part on disk."""
+        clean = np.ones(self._fresh, np.bool_)
+        for part in self.parts:
+            clean &= part.segments[: self._fresh] != NO_SEGMENT
+        return int(np.count_nonzero(clean))
+
     def is_trusted(self, rows: Rows) -> NDArray[np.bool_]:
         """bool[n]: which rows have no part that still has to be verified."""
         trusted = np.ones(len(rows), np.bool_)

@@ -24,6 +24,7 @@ from prefixcache.core.spec import Limits, PlannerConfig, PoolSpec
 from prefixcache.server import http, logs, signals, units, wiring
 from prefixcache.server.admin_calls import drain
 from prefixcache.server.config import DEFAULT_HTTP, Config, ConfigError, Loaded
+from prefixcache.server.disk import DiskStore, flush
 from prefixcache.server.dispatch import CallCounters
 from prefixcache.server.executor import Executor
 from prefixcache.server.grpc_server import GrpcServer
@@ -50,6 +51,7 @@ _MOST_FILES: Final = 1 << 16
 _PART_OF_THREAD: Final = {
     "prefixcache-timer": "planner",
     "prefixcache-executor": "executor",
+    "prefixcache-disk": "disk",
     "prefixcache-local": "local channel",
     "prefixcache-http": "http",
 }
@@ -74,7 +76,8 @@ class Daemon:
             raise ConfigError(f"host_bytes: a pool of {units.format_size(config.host_bytes)}: {error}") from error
         self.heartbeats = Heartbeats()
         self.counters = CallCounters()
-        self.planner = Planner(_planner_config(config, self.memory))
+        self.disk = self._open_disk()
+        self.planner = Planner(_planner_config(config, self.memory, self.disk))
         self.executor = Executor({HOST_POOL: self.memory.pool}, self.heartbeats.register("executor", _BEAT_LIMIT_S))
         self.owner = Owner(self.planner, self.executor.orders)
         self.shell = Shell(
@@ -86,10 +89,13 @@ class Daemon:
             is_growing=self.memory.is_growing,
             blocks_of=lambda namespace: self.planner.state.namespaces[namespace].table.used,
         )
+        if self.disk is not None:
+            self.executor.orders.update(self.disk.orders)
         wiring.follow_ends(self.executor.orders, self.shell)
         self.health = Health(self.heartbeats, self._troubles, self._failure)
         self.statistics = Statistics(self.shell, self.planner, self.memory, self.health, self.counters)
         self.statistics.backlog = lambda: self.executor.backlog
+        self.statistics.disk = self.disk.report if self.disk is not None else None
         self.metrics = Metrics(self.statistics, self.counters)
         self.grpc = GrpcServer(config.grpc_threads + config.max_streams, config.max_message_bytes)
         self.timer = Timer(self.owner, self.heartbeats.register("planner", _BEAT_LIMIT_S))
@@ -118,6 +124,8 @@ class Daemon:
         remaining = drain(self.shell, 0 if self.hurry.is_set() else self.config.drain_timeout, self.hurry)
         if any(remaining):
             log.warning("ended with work running", extra={"facts": dict(zip(("leases", "reservations"), remaining))})  # noqa: B905
+        if self.disk is not None and not self.hurry.is_set():
+            flush(self.owner, self.planner, self.config.disk_flush_timeout, self.hurry)
         self.health.ending = True
         self._grpc_health.refresh()
         self.timer.stop()  # before the pools that its chores use
@@ -126,14 +134,27 @@ class Daemon:
             self._local.stop()
             self._local_thread.join()
         self.executor.stop()
+        closed = self.disk is None or self.disk.stop()
         if self._local is not None:
             self._local.dispose()  # only now: the executor's last answers were posted to it
         if self._http is not None:
             self._http.stop()
         if self.config.warm_restart and not self.owner.failure:
             take_snapshot(self.owner, self.memory)
-        self.memory.close()
+        if closed:  # else a read that hangs in the kernel still has its place in the pool
+            self.memory.close()
         self.place.close()
+
+    def _open_disk(self) -> DiskStore | None:
+        """The disk tier, if one is configured. Raises ConfigError where its directory can never be used."""
+        if not self.config.disk:
+            return None
+        try:
+            return DiskStore(self.config, self.memory.pool, self.heartbeats.register("disk", _BEAT_LIMIT_S))
+        except ConfigError:
+            self.memory.close()
+            self.place.close()
+            raise
 
     def part_died(self, args: threading.ExceptHookArgs) -> None:
         """A thread ended with an exception: its part is dead now, not when its heartbeat runs out."""
@@ -150,6 +171,8 @@ class Daemon:
             for space in self.planner.state.namespaces.values():
                 self.shell.add_namespace(space.number, space.fingerprint, space.spec, "")
         self.memory.start(self._capacity_ready)
+        if self.disk is not None:
+            self.disk.start(self.shell)
         self._start_grpc()
         self._start_local()
         if config.http:
@@ -218,6 +241,8 @@ class Daemon:
     def _troubles(self) -> list[str]:
         state, detail = self.memory.state()
         troubles = [f"host pool {state}: {detail}"] if state != "on" else []
+        if self.disk is not None and (trouble := self.disk.trouble()):
+            troubles.append(trouble)
         return [*troubles, "draining"] if self.shell.draining else troubles
 
 
@@ -256,7 +281,7 @@ def release() -> str:
         return "0+unknown"
 
 
-def _planner_config(config: Config, memory: HostMemory) -> PlannerConfig:
+def _planner_config(config: Config, memory: HostMemory, disk: DiskStore | None) -> PlannerConfig:
     return PlannerConfig(
         pools=(PoolSpec(memory.size_bytes, memory.slab_bytes),),
         # Random, so that no restart repeats a generation that a worker still remembers.
@@ -264,6 +289,7 @@ def _planner_config(config: Config, memory: HostMemory) -> PlannerConfig:
         # A pool that was found again is in memory already, and its slots must be there for the snapshot.
         ready_bytes=0 if memory.snapshot is None else None,
         checksum=config.checksums,
+        disk=disk.spec() if disk is not None else None,
         limits=Limits(
             max_sessions=config.max_sessions,
             max_namespaces=config.max_namespaces,

@@ -12,6 +12,7 @@ from prefixcache.core.planner import Planner
 from prefixcache.core.reasons import Miss
 from prefixcache.server import reasons
 from prefixcache.server.describing import TickTimes, describe_blocks
+from prefixcache.server.disk_report import DiskReport
 from prefixcache.server.dispatch import CallCounters
 from prefixcache.server.health import Health
 from prefixcache.server.memory import HostMemory
@@ -35,6 +36,7 @@ class Statistics:
         self._counters = counters
         self.addresses: list[str] = []
         self.backlog: Callable[[], int] = lambda: 0
+        self.disk: DiskReport | None = None  # where there is a disk tier
         self._tick_times = TickTimes()
 
     def snapshot(self) -> pb.GetStatsResponse:
@@ -57,6 +59,9 @@ class Statistics:
             stats = self._planner.state.stats
             response.tokens.CopyFrom(_token_sums(stats.tokens))
             response.tiers.append(self._host_tier(stats))
+            if self.disk is not None:
+                response.tiers.append(self.disk.tier_stats(self._planner))
+                response.counters.extend(self.disk.counters(stats))
             response.namespaces.extend(self._namespaces())
             response.counters.extend(_core_counters(stats))
         response.sessions.extend(self._sessions())
@@ -95,7 +100,7 @@ class Statistics:
             filling_bytes=filling,
             quarantined_bytes=quarantined,
             leased_bytes=self._leased_bytes(),
-            blocks=sum(space.table.used for space in state.namespaces.values()),
+            blocks=sum(space.table.used - space.cold_blocks for space in state.namespaces.values()),
             evicted_blocks=stats.blocks_evicted,
             state=on,
             detail=detail,
@@ -106,7 +111,7 @@ class Statistics:
         total = 0
         for lease in self._shell.holdings.leases.values():
             sizes = lease.namespace.part_bytes
-            total += sum(len(run.slots) * -(-sizes[run.part] // SLOT_GRANULE) for run in lease.acquired.runs)
+            total += sum(len(run.slots) * -(-sizes[run.part] // SLOT_GRANULE) for run in lease.runs)
         return min(total * SLOT_GRANULE, self._planner.state.pools[HOST_POOL].used_bytes)
 
     def _namespaces(self) -> Iterable[pb.NamespaceStats]:

@@ -27,7 +27,14 @@ def follow_ends(orders: dict[type, Callable[..., None]], shell: Shell) -> None:
     holdings = shell.holdings
 
     def lease_ended(order: c.LeaseEnded) -> None:
-        holdings.leases.pop(order.lease, None)
+        lease = holdings.leases.pop(order.lease, None)
+        if lease is not None:
+            lease.ended(order.reason)
+
+    def arrived(order: c.Arrived) -> None:
+        lease = holdings.leases.get(order.lease)
+        if lease is not None:
+            lease.arrived(order)
 
     def reservation_ended(order: c.ReservationEnded) -> None:
         holdings.reservations.pop(order.reservation, None)
@@ -35,6 +42,7 @@ def follow_ends(orders: dict[type, Callable[..., None]], shell: Shell) -> None:
     def namespace_forgotten(order: c.NamespaceForgotten) -> None:
         shell.forget_namespace(order.namespace)
 
+    orders[c.Arrived] = arrived
     orders[c.LeaseEnded] = lease_ended
     orders[c.NamespaceForgotten] = namespace_forgotten
     orders[c.ReservationEnded] = reservation_ended
@@ -97,7 +105,7 @@ def local_backend(shell: Shell, counters: CallCounters) -> Backend:
     """Everything that the local channel answers."""
     sessions, streams = SessionCalls(shell), StreamCalls(shell)
     methods = session_methods(shell, sessions)
-    methods["Arrivals"] = Method("Arrivals", _request(cache_pb2, "Arrivals"), streams.last_arrival)
+    methods["Arrivals"] = Method("Arrivals", _request(cache_pb2, "Arrivals"), streams.subscribe)
     calls = {}
     for name, method in methods.items():
         number = local_pb2.Method.Value("METHOD_" + _upper_snake(name))

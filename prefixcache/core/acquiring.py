@@ -67,6 +67,9 @@ class Acquiring:
         if space.cold_blocks and self.loader is not None and end > from_block:
             wish = self.loader.plan(event, space, path, end, now, out)
             path, end = space.tree.walk(keys), wish.end
+            if wish.loads and self.demoter is not None:
+                self.demoter.refill(now, out)
+                path = space.tree.walk(keys)
         tokens = space.block_tokens
         state.stats.acquires += 1
         total = event.prompt_tokens

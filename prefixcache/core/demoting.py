@@ -15,6 +15,7 @@ import numpy as np
 from prefixcache.core.commands import Command, Records, WriteRecords
 from prefixcache.core.events import RecordsWritten, WriteEnd
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Rows
+from prefixcache.core.meter import FillMeter
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.policy.tiered import TieredLeaves
 from prefixcache.core.radix import DETACHED, NOT_QUEUED, ROW_DTYPE, VISIBLE, Node, Pin, path_to
@@ -54,6 +55,7 @@ class Demoter:
         self.jobs: dict[int, WriteJob] = {}
         self.writing_bytes = 0
         self.flushing = False
+        self._fill = FillMeter()
         self._candidates: deque[tuple[Node, int]] = deque(maxlen=_MOST_CANDIDATES)
         self._early_left = float(spec.early_bytes_per_day)
         self._early_at = 0.0
@@ -63,13 +65,15 @@ class Demoter:
         """May be under way at once: a quarter of memory at most, as it cannot be evicted meanwhile."""
         return min(self.spec.writing_bytes, self.state.host.ready_bytes // 4)
 
-    def refill(self, out: list[Command]) -> None:
-        """Writes least valuable leaves until the reserve is free, clean or on its way."""
+    def refill(self, now: float, out: list[Command]) -> None:
+        """Writes least valuable leaves until the reserve is free, clean or on its way: a share of memory, but what is
+        filled in a second at least."""
+        per_s = self._fill.per_s(self.state.disk.granted_bytes, now)
         if not self.state.disk.writes_on:
             return
         for signature, policy in self.state.policies.items():
             if isinstance(policy, TieredLeaves):
-                self._refill(signature, policy, out)
+                self._refill(signature, policy, per_s, out)
 
     def note_used(self, node: Node, depth: int) -> None:
         """A lease over this path ended; blocks that are hit again and again are candidates for an early write."""
@@ -143,11 +147,12 @@ class Demoter:
             if node is not None and node.rank != NOT_QUEUED:
                 space.policy.retick_leaf(node, space.tail_tick(node))
 
-    def _refill(self, signature: tuple[int, ...], policy: TieredLeaves, out: list[Command]) -> None:
+    def _refill(self, signature: tuple[int, ...], policy: TieredLeaves, per_s: int, out: list[Command]) -> None:
         host = self.state.host
         block_bytes = sum(signature)
         free = min(host.free_slots(stride) // signature.count(stride) for stride in set(signature))
-        target = max(1, -(-int(host.spec.size_bytes * self.spec.reserve_share) // block_bytes))
+        reserve_bytes = max(int(host.spec.size_bytes * self.spec.reserve_share), min(per_s, self.most_bytes))
+        target = max(1, -(-reserve_bytes // block_bytes))
         missing = target - free - policy.clean_blocks - self.writing_bytes // block_bytes
         while missing > 0 and self.writing_bytes < self.most_bytes:
             node = policy.dirty.victim()

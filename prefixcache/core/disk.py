@@ -47,6 +47,7 @@ class Disk:
         self.room_bytes = 1 << 62  # for new segments, as told last
         self.segment_bytes = 0
         self.writing: dict[int, int] = {}  # writes under way: job -> serial, as of a lease
+        self.granted_bytes = 0  # of host memory, ever: how fast it is being filled
         self._next_job = 1
 
     def next_job(self) -> int:

@@ -151,6 +151,7 @@ class Granting:
         session.reservations[event.reservation] = reservation
         state.recent_ends.pop(event.session + event.reservation, None)
         state.deadlines.add(reservation)
+        state.disk.granted_bytes += sum(len(each) * space.strides[part] for part, each in slots.items())
         return reservation
 
     def announce(self, reservation: Reservation, out: list[Command]) -> None:

@@ -186,6 +186,7 @@ class Loader:
         load.pins += pins
         load.records = _records(space, (mine, places, keys), slots)
         self.loads[load.number] = load
+        state.disk.granted_bytes += len(mine) * sum(space.strides)
         space.loading.update(dict.fromkeys(mine.tolist(), load))
         for number, count in zip(*np.unique(load.records.segments, return_counts=True), strict=True):
             state.disk.segment(int(number)).reads += int(count)

@@ -9,6 +9,21 @@ _MEMORY_BYTES = 64 << 20  # so much of what was read last decides
 _MEMORY_WAITS = 8
 
 
+class FillMeter:
+    """How much is filled in a second, from a total that only grows: the most of this second and the last."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self._at_begin = 0
+        self._last = 0
+
+    def per_s(self, total: int, now: float) -> int:
+        if now - self._began >= 1.0:
+            self._last = int((total - self._at_begin) / (now - self._began))
+            self._began, self._at_begin = now, total
+        return max(self._last, total - self._at_begin)
+
+
 class ReadMeter:
     """`bytes_per_s` is never 0; `pending_bytes` is what was begun and has not ended."""
 

@@ -150,7 +150,7 @@ class Planner:
     def _time_passed(self, event: events.TimePassed, now: float, out: list[Command]) -> None:
         if self.demoter is not None and self.freer is not None and self.loader is not None:
             self.freer.make_room(out)
-            self.demoter.refill(out)
+            self.demoter.refill(now, out)
             if not self.loader.loads:
                 self.demoter.write_early(now, out)
 
@@ -161,7 +161,7 @@ class Planner:
         else:
             self.granting.reserve(event, now, out)
         if self.demoter is not None:
-            self.demoter.refill(out)
+            self.demoter.refill(now, out)
 
     def _copy_done(self, event: events.CopyDone, out: list[Command]) -> None:
         if event.copy in self.mover.moves:

@@ -124,8 +124,8 @@ class Daemon:
         remaining = drain(self.shell, 0 if self.hurry.is_set() else self.config.drain_timeout, self.hurry)
         if any(remaining):
             log.warning("ended with work running", extra={"facts": dict(zip(("leases", "reservations"), remaining))})  # noqa: B905
-        if self.disk is not None and not self.hurry.is_set():
-            flush(self.owner, self.planner, self.config.disk_flush_timeout, self.hurry)
+        if self.planner.demoter is not None and not self.hurry.is_set():
+            flush(self.owner, self.planner.demoter, self.config.disk_flush_timeout, self.hurry)
         self.health.ending = True
         self._grpc_health.refresh()
         self.timer.stop()  # before the pools that its chores use

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from prefixcache.core import commands as c
 from prefixcache.core import events as e
 from prefixcache.core.ids import KEY_BYTES, SLOT_GRANULE, GroupKind, NamespaceKind
-from prefixcache.core.planner import Planner
+from prefixcache.core.demoting import Demoter
 from prefixcache.core.spec import DiskSpec, GroupSpec, NamespaceSpec, PartSpec, SpecError
 from prefixcache.server.config import Config, ConfigError
 from prefixcache.server.disk_report import DiskReport
@@ -316,16 +316,20 @@ class DiskStore:
             log.error("the planner has failed", extra={"facts": {"event": type(event).__name__}})
 
 
-def flush(owner: Owner, planner: Planner, timeout_s: float, hurry: threading.Event) -> None:
-    """Write what only memory holds, as far as time and the disk allow."""
-    if owner.failure or planner.demoter is None or timeout_s <= 0:
-        return
+def flush(owner: Owner, demoter: Demoter, timeout_s: float, hurry: threading.Event) -> int:
+    """Write what only memory holds, as far as time and the disk allow. Answers blocks."""
+    if owner.failure or timeout_s <= 0:
+        return 0
+    with owner.lock:
+        before = demoter.state.stats.blocks_demoted
     owner.call(e.FlushStarted())
     until = owner.clock() + timeout_s
-    while owner.clock() < until and not hurry.wait(_FLUSH_LOOK_S):
+    while True:
         with owner.lock:
-            if not planner.demoter.jobs:
-                return
+            written = demoter.state.stats.blocks_demoted - before
+            if not demoter.jobs or owner.clock() >= until or hurry.is_set():
+                return written
+        hurry.wait(_FLUSH_LOOK_S)
 
 
 def _write_ends(outcomes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

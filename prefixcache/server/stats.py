@@ -6,6 +6,7 @@ Counts are read inside the owner's lock, so the closed sum closes in every answe
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from prefixcache.core.demoting import Demoter
 from prefixcache.core.ids import HOST_POOL, SLOT_GRANULE
 from prefixcache.core.ledger import Stats, TokenLedger
 from prefixcache.core.planner import Planner
@@ -67,6 +68,11 @@ class Statistics:
         response.sessions.extend(self._sessions())
         response.counters.extend(self._shell_counters())
         return response
+
+    @property
+    def demoter(self) -> Demoter | None:
+        """The planner's part that writes to disk, where there is a disk tier."""
+        return self._planner.demoter
 
     def note_time(self) -> None:
         """A chore of the timer: so that idle times can be told."""

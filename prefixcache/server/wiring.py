@@ -90,8 +90,9 @@ def _admin_handlers(grpc_calls: GrpcCalls, admin: AdminCalls) -> dict[str, Any]:
         "DescribePrefix": admin.describe_prefix,
         "GetStats": admin.get_stats,
         "Drain": admin.drain,
+        "Flush": admin.flush,
     }
-    for name in ("Pin", "Unpin", "Prefetch", "ListPrefixes", "Flush"):
+    for name in ("Pin", "Unpin", "Prefetch", "ListPrefixes"):
         answers[name] = unimplemented(name)
     handlers = {
         name: grpc_calls.unary(Method(name, _request(admin_pb2, name), answer, needs_session=False))

@@ -373,7 +373,7 @@ class Loader:
             lease.runs += runs
             lease.ready_end = ready
         if len(runs) or done:
-            stop = None if ready == end else self._why(load)
+            stop = self._why(load) if done and ready < end else None
             lease.stop = stop
             out.append(Arrived(lease.lease, lease.session, ready - first, runs, stop, done))
         if done:

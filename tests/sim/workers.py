@@ -46,6 +46,8 @@ class Reading:
         """More can be read. Raises if it was told wrongly."""
         if self.done or news.ready_blocks < self.ready or news.ready_blocks > self.reply.planned_blocks:
             raise SimError("an arrival that was not promised")
+        if news.stop is not None and not news.done:
+            raise SimError("a lease is told why it ends before it does")
         if (news.ready_blocks == self.reply.planned_blocks) != (news.done and news.stop is None):
             raise SimError("a lease is told to be done too early, or not at all")
         self.runs += news.runs

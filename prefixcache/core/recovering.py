@@ -38,7 +38,7 @@ class _Space:
 
     def __init__(self) -> None:
         self.found: dict[bytes, _Found] = {}
-        self.children: dict[bytes, list[bytes]] = {}
+        self.children: dict[bytes, dict[bytes, None]] = {}  # by parent, in the order in which they were told
         self.attached: dict[bytes, bytes] = {}
         self.cleared: set[bytes] = set()
         self.all_cleared = False
@@ -116,7 +116,7 @@ class Recoverer:
             if block is None:
                 parent = event.parents[at : at + KEY_BYTES]
                 block = told.found[key] = _Found(parent, count)
-                told.children.setdefault(parent, []).append(key)
+                told.children.setdefault(parent, {})[key] = None
             part = parts[place]
             if part < count and block.places[part] is None:
                 block.places[part] = (event.segment, pages[place])

@@ -401,6 +401,9 @@ class Simulator:
         self.executor.jobs.clear()
         self.waiting.clear()
         self.sums.clear()
+        if self.disk is not None:  # its last writes come before memory rots
+            self.disk.told_late.clear()
+            self.disk.crash()
         for slot in list(self.memory.heads):
             if self.rng.random() < 0.1:
                 self.memory.heads[slot][0] = ROTTEN
@@ -410,8 +413,6 @@ class Simulator:
         self.send(SnapshotRestored(taken.snapshot))
         self._open_namespaces()
         if self.disk is not None:
-            self.disk.told_late.clear()
-            self.disk.crash()
             self.send(DiskChanged(True, True))
             self.recovery = self.disk.recovered()
 

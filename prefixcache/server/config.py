@@ -219,6 +219,8 @@ def _check(config: Config) -> None:
         raise ConfigError(f"max_message_bytes must be at least {units.format_size(_LEAST_MESSAGE_BYTES)}")
     _one_of("log_format", config.log_format, ("human", "json"))
     _one_of("log_level", config.log_level, ("debug", "info", "warning", "error"))
+    if config.warm_restart and not config.checksums:
+        raise ConfigError("warm_restart needs checksums: what cannot be verified is not kept")
     if not config.socket.startswith("/"):
         raise ConfigError(f"socket must be an absolute path, got {config.socket!r}")
     if len(os.fsencode(config.socket + ".local")) > _SOCKET_PATH_BYTES:

@@ -121,22 +121,27 @@ class Daemon:
             log.warning("ended with work running", extra={"facts": dict(zip(("leases", "reservations"), remaining))})  # noqa: B905
         self.health.ending = True
         self._grpc_health.refresh()
+        self.timer.stop()  # before the pools that its chores use
+        self._end_transports()
+        self.memory.close()
+        self.place.close()
+
+    def _end_transports(self) -> None:
+        """No calls any more; then what they began; then the snapshot, of a state that nothing changes any more."""
         self.grpc.stop(_GRACE_S)
         if self._local is not None and self._local_thread is not None:
             self._local.stop()
             self._local_thread.join()
-        self.timer.stop()
-        if self.config.warm_restart and not self.executor.finish(0 if self.hurry.is_set() else _CHECKSUM_S):
+        is_warm = self.config.warm_restart and not self.owner.failure
+        if is_warm and not self.executor.finish(0 if self.hurry.is_set() else _CHECKSUM_S):
             log.warning("blocks without a checksum are not kept", extra={"facts": {"orders": self.executor.backlog}})
         self.executor.stop()
         if self._local is not None:
             self._local.dispose()  # only now: the executor's last answers were posted to it
         if self._http is not None:
             self._http.stop()
-        if self.config.warm_restart and not self.owner.failure:
+        if is_warm:
             take_snapshot(self.owner, self.memory)
-        self.memory.close()
-        self.place.close()
 
     def part_died(self, args: threading.ExceptHookArgs) -> None:
         """A thread ended with an exception: its part is dead now, not when its heartbeat runs out."""

@@ -195,7 +195,7 @@ class LocalTransport:
         """Receive for everybody until the answer of `call_id` has come. The caller holds `_reading`."""
         buffer, deadline = self._buffer, 0.0
         try:
-            frame = buffer.take()
+            frame = buffer.take() if buffer.pending else None
             while frame is None or frame[0] != call_id:
                 if frame is not None:
                     self._deliver(frame)
@@ -221,7 +221,8 @@ class LocalTransport:
 
     def _receive(self) -> bytes:
         try:
-            data = self._sock.recv(max(_RECEIVE_BYTES, self._buffer.missing()))
+            pending = self._buffer.pending
+            data = self._sock.recv(max(_RECEIVE_BYTES, self._buffer.missing()) if pending else _RECEIVE_BYTES)
         except BlockingIOError as error:
             raise Unreachable(_LATE, reason=DEADLINE) from error
         except OSError as error:

@@ -103,6 +103,14 @@ class Memory:
         strides = [stride // itemsize for stride in view.strides]
         return self._base(itemsize).as_strided(view.shape, strides, view.offset // itemsize)
 
+    def wait(self) -> None:
+        """Wait until the copies queued on the current stream of this memory's device are over; at once on the host."""
+        if self._flat is None:
+            import torch
+
+            device = cast("torch.Tensor", self._tensor).device
+            torch.get_device_module(device).current_stream(device).synchronize()
+
     def _base(self, itemsize: int) -> "torch.Tensor":
         if itemsize not in self._words:
             import torch

@@ -38,16 +38,12 @@ class Acquiring:
         self.mover = mover
 
     def acquire(self, event: AcquireRequested, now: float, out: list[Command]) -> None:
+        admitted = self._admitted(event, out)
+        if admitted is None:
+            return
+        session, space = admitted
         state = self.state
         lease_id = event.lease
-        if not state.good_id(lease_id, out):
-            return
-        session = state.live_session(event.session, out, lease_id)
-        if session is None or self._retried(event, out):
-            return
-        space = state.known_namespace(event.namespace, out, lease_id)
-        if space is None or not self._valid(event, session, space, out):
-            return
         if space.foreign is not None:
             self.foreign.acquire(event, session, space, now, out)
             return
@@ -65,7 +61,7 @@ class Acquiring:
         tokens = space.block_tokens
         state.stats.acquires += 1
         total = event.prompt_tokens
-        state.stats.tokens.look_up(total - from_block * tokens, total - key_blocks * tokens)
+        space.tokens.look_up(total - from_block * tokens, total - key_blocks * tokens)
         stop = None
         if end < key_blocks:
             stop = self._count_misses(space, path, event, (end, limit))
@@ -115,7 +111,7 @@ class Acquiring:
         used = planned if event.used_blocks is None else min(max(event.used_blocks, 0), planned)
         hit = used * lease.space.block_tokens
         missed = lease.planned_tokens - hit
-        ledger = self.state.stats.tokens
+        ledger = lease.space.tokens
         ledger.pending -= lease.planned_tokens
         ledger.hit[_HOST] += hit
         if missed:
@@ -125,7 +121,7 @@ class Acquiring:
 
     def end_unreleased(self, lease: Lease, reason: Miss, out: list[Command]) -> None:
         """The worker never said: nothing of it counts as a hit."""
-        ledger = self.state.stats.tokens
+        ledger = lease.space.tokens
         ledger.pending -= lease.planned_tokens
         ledger.miss[reason] += lease.planned_tokens
         expired = reason is Miss.LEASE_EXPIRED
@@ -164,6 +160,8 @@ class Acquiring:
         pool = self.state.host_pool
         if not space.optional_parts:
             wanted = path.stretches(from_block, end)
+            if len(space.strides) == 1:
+                return (read_run(space, 0, wanted, from_block, pool),)
             return tuple([read_run(space, part, wanted, from_block, pool) for part in range(len(space.strides))])
         runs = []
         for part in range(len(space.strides)):
@@ -177,7 +175,7 @@ class Acquiring:
         end, limit = max(ends[0], event.from_block), max(ends[1], event.from_block)
         matched = max(path.blocks, event.from_block)
         tokens = space.block_tokens
-        miss = self.state.stats.tokens.miss
+        miss = space.tokens.miss
         behind = self._stop_behind(space, path, event.keys)
         counts = (
             (Miss.GROUP_GAP, limit - end),
@@ -206,6 +204,20 @@ class Acquiring:
         else:
             return lease
         return None
+
+    def _admitted(self, event: AcquireRequested, out: list[Command]) -> tuple[Session, Namespace] | None:
+        """Who asks and of what; None where that is refused, or was answered before."""
+        state = self.state
+        lease_id = event.lease
+        if not state.good_id(lease_id, out):
+            return None
+        session = state.live_session(event.session, out, lease_id)
+        if session is None or self._retried(event, out):
+            return None
+        space = state.known_namespace(event.namespace, out, lease_id)
+        if space is None or not self._valid(event, session, space, out):
+            return None
+        return session, space
 
     def _retried(self, event: AcquireRequested, out: list[Command]) -> bool:
         """Answers an Acquire whose lease is there already."""

@@ -31,7 +31,8 @@ class Deadlines:
     def add(self, thing: Ending) -> None:
         self._serial += 1
         heapq.heappush(self._heap, (thing.deadline, self._serial, thing))
-        self.next_due = min(self.next_due, thing.deadline)
+        if thing.deadline < self.next_due:
+            self.next_due = thing.deadline
 
     def note_ended(self) -> None:
         """Some thing ended before its time."""

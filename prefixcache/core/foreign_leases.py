@@ -25,7 +25,7 @@ def begin_lease(state: State, session: Session, lease: Lease, out: list[Command]
     state.leases[lease.lease] = lease
     session.leases[lease.lease] = lease
     state.deadlines.add(lease)
-    state.stats.tokens.pending += lease.planned_tokens
+    lease.space.tokens.pending += lease.planned_tokens
     out.append(lease.reply)
 
 
@@ -33,8 +33,7 @@ def read_run(space: Namespace, part: int, rows: list[slice | Rows], first_block:
     """Where one part of consecutive blocks is. rows: pieces to index a column with (`Path.stretches`)."""
     column = space.table.parts[part]
     if len(rows) == 1:
-        slots, generations = column.packed(rows[0])
-        return Run(part, first_block, pool, slots, generations)
+        return Run(part, first_block, pool, *column.packed(rows[0]))
     pieces = [column.packed(piece) for piece in rows]
     packed_slots = b"".join([slots for slots, _ in pieces])
     return Run(part, first_block, pool, packed_slots, b"".join([generations for _, generations in pieces]))
@@ -88,7 +87,7 @@ class ForeignAcquiring:
         looked_up, stored, planned = blocks
         tokens = space.block_tokens
         self.state.stats.acquires += 1
-        ledger = self.state.stats.tokens
+        ledger = space.tokens
         total = event.prompt_tokens
         ledger.look_up(total - event.from_block * tokens, total - len(event.keys) // KEY_BYTES * tokens)
         ledger.miss[Miss.NOT_STORED] += (looked_up - stored) * tokens

@@ -69,6 +69,10 @@ def _must(condition: object, text: str) -> None:
 
 def _check_sum(state: State) -> None:
     """Rule 6."""
+    for space in state.namespaces.values():
+        leased = sum(lease.planned_tokens for lease in state.leases.values() if lease.space is space)
+        _must(space.tokens.is_closed(), f"rule 6: the sum of namespace {space.number} is open")
+        _must(space.tokens.pending == leased, f"rule 6: {space.tokens.pending} pending in namespace {space.number}")
     ledger = state.stats.tokens
     _must(ledger.is_closed(), f"rule 6: the sum is open: {ledger.looked_up} {ledger.hit} {ledger.miss}")
     pending = sum(lease.planned_tokens for lease in state.leases.values())

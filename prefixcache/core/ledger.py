@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from prefixcache.core.ids import Tier
+from prefixcache.core.ids import NamespaceId, Tier
 from prefixcache.core.reasons import Miss, Skip
 
 
@@ -29,6 +29,13 @@ class TokenLedger:
         if partial_tokens:
             self.miss[Miss.PARTIAL_BLOCK] += partial_tokens
 
+    def add(self, other: TokenLedger) -> None:
+        """Counts what `other` has counted as well."""
+        self.looked_up += other.looked_up
+        self.hit = [mine + theirs for mine, theirs in zip(self.hit, other.hit, strict=True)]
+        self.miss.update(other.miss)
+        self.pending += other.pending
+
     def is_closed(self) -> bool:
         """Whether the sum closes right now."""
         return self.looked_up == sum(self.hit) + self.miss.total() + self.pending and self.pending >= 0
@@ -38,7 +45,8 @@ class Stats:
     """All counters. Unit in the name; `blocks_skipped` is by reason."""
 
     def __init__(self) -> None:
-        self.tokens = TokenLedger()
+        self.ledgers: dict[NamespaceId, TokenLedger] = {}
+        self.forgotten_tokens = TokenLedger()  # of namespaces that are no more
         self.acquires = 0
         self.lookups = 0
         self.blocks_stored = 0
@@ -51,3 +59,19 @@ class Stats:
         self.slots_quarantined = 0  # now, not ever
         self.slots_moved = 0
         self.refused: Counter[str] = Counter()
+
+    @property
+    def tokens(self) -> TokenLedger:
+        """The closed sum over all namespaces, as a value of its own."""
+        total = TokenLedger()
+        for ledger in (self.forgotten_tokens, *self.ledgers.values()):
+            total.add(ledger)
+        return total
+
+    def open_ledger(self, namespace: NamespaceId) -> TokenLedger:
+        """The ledger of a new namespace."""
+        return self.ledgers.setdefault(namespace, TokenLedger())
+
+    def forget_ledger(self, namespace: NamespaceId) -> None:
+        """A namespace without leases goes; what it counted stays in the sum."""
+        self.forgotten_tokens.add(self.ledgers.pop(namespace))

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, GroupKind, NamespaceId, NamespaceKind, Rows
+from prefixcache.core.ledger import TokenLedger
 from prefixcache.core.policy.base import EvictionPolicy
 from prefixcache.core.radix import VISIBLE, Node, RadixTree
 from prefixcache.core.spec import GroupSpec, NamespaceSpec
@@ -51,10 +52,18 @@ class ForeignIndex(RadixTree):
 
 
 class Namespace:
-    """Everything kept for one fingerprint."""
+    """Everything kept for one fingerprint. `tokens`: its part of the closed sum, kept by whoever keeps the whole."""
 
-    def __init__(self, number: NamespaceId, fingerprint: bytes, spec: NamespaceSpec, policy: EvictionPolicy) -> None:
+    def __init__(
+        self,
+        number: NamespaceId,
+        fingerprint: bytes,
+        spec: NamespaceSpec,
+        policy: EvictionPolicy,
+        tokens: TokenLedger | None = None,
+    ) -> None:
         self.number = number
+        self.tokens = TokenLedger() if tokens is None else tokens
         self.fingerprint = fingerprint
         self.spec = spec
         self.policy = policy

@@ -118,6 +118,8 @@ class Path:
         """What to index a column of the table with for its blocks [first, end), 0 <= first < end <= blocks, one piece
         after the other."""
         nodes = self.nodes
+        if len(nodes) == 1 and not nodes[0].start and (row := nodes[0].first_row) >= 0:
+            return [slice(row + first, row + end)]
         pieces: list[slice | Rows] = []
         for node in nodes:
             start, row = node.start, node.first_row

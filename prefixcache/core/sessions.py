@@ -87,7 +87,7 @@ class Sessions:
         """Registers a checked, new namespace."""
         state = self.state
         strides = tuple(part.stride_bytes for part in spec.parts)
-        space = Namespace(number, fingerprint, spec, state.policy_for(strides))
+        space = Namespace(number, fingerprint, spec, state.policy_for(strides), state.stats.open_ledger(number))
         state.namespaces[number] = space
         state.by_fingerprint[fingerprint] = space
         return space
@@ -122,8 +122,6 @@ class Sessions:
     def _forget_empty(self, out: list[Command]) -> bool:
         """Makes room for a namespace by forgetting one that holds nothing (an old weights epoch, say)."""
         state = self.state
-        if not state.config.forget_empty:
-            return False
         busy = {reservation.space for reservation in state.reservations.values()}
         for space in state.namespaces.values():
             if not space.table.used and space not in busy:
@@ -131,6 +129,7 @@ class Sessions:
                 del state.by_fingerprint[space.fingerprint]
                 if all(other.policy is not space.policy for other in state.namespaces.values()):
                     del state.policies[tuple(sorted(space.strides))]
+                state.stats.forget_ledger(space.number)
                 out.append(NamespaceForgotten(space.number))
                 return True
         return False

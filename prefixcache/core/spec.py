@@ -113,8 +113,6 @@ class PlannerConfig:
 
     first_generation: the counter's start, from the server's incarnation, so that no restart repeats a generation (> 0).
     ready_bytes: how much of each pool is pre-faulted at start; more by `CapacityReady`. None: all of it.
-    forget_empty: whether a namespace that holds nothing makes room for a new one at the bound; the shell must then
-    carry out `NamespaceForgotten`.
     publish: whether `Published` commands are made; checksum: whether `ComputeChecksum` commands are made.
     """
 
@@ -122,7 +120,6 @@ class PlannerConfig:
     first_generation: int = 1
     ready_bytes: int | None = None
     compare_classes_every: int = 64  # grants that had to evict between two looks at the other slot classes
-    forget_empty: bool = False
     publish: bool = False
     checksum: bool = False
     limits: Limits = field(default_factory=Limits)

@@ -69,6 +69,7 @@ class State:
         """Back to an empty pool without namespaces (a snapshot that broke half-way)."""
         self.namespaces.clear()
         self.by_fingerprint.clear()
+        self.stats.ledgers.clear()
         self.policies.clear()
         for number, pool in self.pools.items():
             self.pools[number] = SlabPool(pool.spec, pool.ready_bytes)

@@ -49,7 +49,7 @@ class PartColumn:
 
     def packed(self, rows: slice | Rows) -> tuple[bytes, bytes]:
         """Slots (u32) and generations (u64) of some rows. A slice has a start and a stop."""
-        if isinstance(rows, slice):
+        if type(rows) is slice:
             first, end = rows.start, rows.stop
             return self._slots[first * 4 : end * 4].tobytes(), self._generations[first * 8 : end * 8].tobytes()
         return self.slots[rows].tobytes(), self.generations[rows].tobytes()

@@ -47,6 +47,12 @@ _GRACE_S: Final = 1.0
 _SWITCH_S: Final = 0.0002
 _LOOK_S: Final = 0.5
 _MOST_FILES: Final = 1 << 16
+_PART_OF_THREAD: Final = {
+    "prefixcache-timer": "planner",
+    "prefixcache-executor": "executor",
+    "prefixcache-local": "local channel",
+    "prefixcache-http": "http",
+}
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 _GENERATION_BITS: Final = 62
 
@@ -114,18 +120,27 @@ class Daemon:
             log.warning("ended with work running", extra={"facts": dict(zip(("leases", "reservations"), remaining))})  # noqa: B905
         self.health.ending = True
         self._grpc_health.refresh()
+        self.timer.stop()  # before the pools that its chores use
         self.grpc.stop(_GRACE_S)
         if self._local is not None and self._local_thread is not None:
             self._local.stop()
             self._local_thread.join()
-        self.timer.stop()
         self.executor.stop()
+        if self._local is not None:
+            self._local.dispose()  # only now: the executor's last answers were posted to it
         if self._http is not None:
             self._http.stop()
         if self.config.warm_restart and not self.owner.failure:
             take_snapshot(self.owner, self.memory)
         self.memory.close()
         self.place.close()
+
+    def part_died(self, args: threading.ExceptHookArgs) -> None:
+        """A thread ended with an exception: its part is dead now, not when its heartbeat runs out."""
+        name = args.thread.name if args.thread is not None else "unknown"
+        failure = args.exc_value or RuntimeError("unknown")
+        log.critical("a part of the server died", extra={"facts": {"thread": name}}, exc_info=failure)
+        self.heartbeats.fail(_PART_OF_THREAD.get(name, name), f"its thread died: {type(failure).__name__}")
 
     def _start(self) -> None:
         config = self.config
@@ -215,7 +230,7 @@ def run(loaded: Loaded, ready_fd: int | None = None, on_ready: Callable[[Daemon]
     logs.setup(config.log_format, config.log_level)
     _raise_file_limit()
     daemon = Daemon(loaded)
-    threading.excepthook = _log_thread_death
+    threading.excepthook = daemon.part_died
 
     signals.watch(lambda count: (daemon.stopping if count == 1 else daemon.hurry).set())
     daemon.start()
@@ -289,11 +304,3 @@ def _raise_file_limit() -> None:
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _log_thread_death(args: threading.ExceptHookArgs) -> None:
-    """A part died. Its heartbeat stops with it, and health tells."""
-    name = args.thread.name if args.thread is not None else "unknown"
-    failure = args.exc_value or RuntimeError("unknown")
-    log.critical("a part of the server died", extra={"facts": {"thread": name}}, exc_info=failure)
-    sys.stderr.flush()

@@ -63,7 +63,7 @@ class CacheCalls:
             raise _draining()
         first, most, ttl_ms = request.from_block, request.max_blocks, request.ttl_ms
         prompt_tokens = request.prompt_tokens or _prompt_tokens(request, keys, namespace.spec.block_tokens)
-        ttl_s = granted_ttl(ttl_ms, self._lease_ttl, self._lease_ttl_max) if ttl_ms else self._lease_ttl
+        ttl_s = min(ttl_ms / 1000, self._lease_ttl_max) if ttl_ms else self._lease_ttl
         limit = max(most - first, 0) if most else None
         return e.AcquireRequested(
             session.id, request.lease, namespace.number, keys, first, prompt_tokens, ttl_s, limit

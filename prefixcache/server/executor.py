@@ -6,34 +6,39 @@ cannot do with a Done that says so; it never keeps silent.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from enum import IntEnum
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from prefixcache.core import commands as c
 from prefixcache.core import events as e
+from prefixcache_offload.checksum import DIGEST_BYTES, checksum
 from prefixcache_offload.pool import HostPool
 
 log = logging.getLogger(__name__)
 
 Digests = npt.NDArray[np.uint8]
-_DIGEST_BYTES: Final = 16
+Work = Callable[[], e.Event]
 _NICENESS: Final = 10
 _IDLE_S: Final = 0.25
 # Slots between two signs of life: a few milliseconds.
 _BEAT_SLOTS: Final = 8
 
 
-def checksum(data: npt.NDArray[np.uint8]) -> bytes:
-    """xxh3-128 of u8[n], 16 bytes big-endian."""
-    return xxhash.xxh3_128_digest(data.data)
+class Urgency(IntEnum):
+    """What comes first. Somebody waits for a verification; nobody for a checksum."""
+
+    NOW = 0
+    SOON = 1
+    LATER = 2
 
 
 def _be_nice() -> None:
@@ -48,15 +53,16 @@ class Executor:
     def __init__(self, pools: Mapping[int, HostPool], beat: Callable[[], None]) -> None:
         self._pools = pools
         self._beat = beat
-        self._queue: queue.SimpleQueue[Callable[[], e.Event] | None] = queue.SimpleQueue()
+        self._queue: queue.PriorityQueue[tuple[Urgency, int, Work | None]] = queue.PriorityQueue()
+        self._serials = itertools.count()
         self._report: Callable[[e.Event], object] | None = None
         self._thread = threading.Thread(target=self._run, name="prefixcache-executor", daemon=True)
         self._stopping = False
         self.orders: dict[type, Callable[..., None]] = {
             c.SetGenerations: self._set_generations,
-            c.CopySlots: lambda order: self._queue.put(lambda: self._copy(order)),
-            c.ComputeChecksum: lambda order: self._queue.put(lambda: self._compute(order)),
-            c.VerifyParts: lambda order: self._queue.put(lambda: self._verify(order)),
+            c.CopySlots: lambda order: self._put(Urgency.SOON, lambda: self._copy(order)),
+            c.ComputeChecksum: lambda order: self._put(Urgency.LATER, lambda: self._compute(order)),
+            c.VerifyParts: lambda order: self._put(Urgency.NOW, lambda: self._verify(order)),
         }
 
     @property
@@ -72,7 +78,7 @@ class Executor:
     def stop(self) -> None:
         """End the thread after the order it is at; those still waiting are dropped, as the planner ends as well."""
         self._stopping = True
-        self._queue.put(None)
+        self._put(Urgency.NOW, None)
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -81,13 +87,16 @@ class Executor:
         _be_nice()
         while not self._stopping:
             try:
-                work = self._queue.get(timeout=_IDLE_S)
+                _, _, work = self._queue.get(timeout=_IDLE_S)
             except queue.Empty:
                 self._beat()
                 continue
             if work is not None and not self._stopping:
                 self._report(work())
             self._beat()
+
+    def _put(self, urgency: Urgency, work: Work | None) -> None:
+        self._queue.put((urgency, next(self._serials), work))
 
     def _set_generations(self, order: c.SetGenerations) -> None:
         self._pools[order.pool].control[order.slots] = order.generation
@@ -110,7 +119,7 @@ class Executor:
         found = self._digests(order.pool, order.slots[current], order.size_bytes)
         digests = None
         if found is not None:
-            digests = np.zeros((len(order.slots), _DIGEST_BYTES), np.uint8)
+            digests = np.zeros((len(order.slots), DIGEST_BYTES), np.uint8)
             digests[current] = found
         return e.ChecksumDone(order.namespace, order.part, order.rows, order.generations, digests)
 
@@ -125,7 +134,7 @@ class Executor:
     def _digests(self, pool_id: int, slots: npt.NDArray[np.uint32], size_bytes: int) -> Digests | None:
         """u8[n, 16] of the first `size_bytes` of each slot; None when a slot is not in the pool or the server ends."""
         pool = self._pools[pool_id]
-        digests = np.empty((len(slots), _DIGEST_BYTES), np.uint8)
+        digests = np.empty((len(slots), DIGEST_BYTES), np.uint8)
         try:
             for index, slot in enumerate(slots.tolist()):
                 if self._stopping:

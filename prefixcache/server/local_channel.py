@@ -100,7 +100,13 @@ class LocalChannel:
         self._targets: dict[int, Callable[[int], None]] = {}
 
     def run(self) -> None:
-        """The thread's work, until `stop`."""
+        """The thread's work, until `stop`. Whatever ends it, peers see the end of their connections."""
+        try:
+            self._loop()
+        finally:
+            self._close()
+
+    def _loop(self) -> None:
         self._listener.setblocking(False)
         self._register(self._listener.fileno(), self._accept)
         self._register(self._wake, self._woken)
@@ -125,7 +131,6 @@ class LocalChannel:
                 if now - looked_at > _LOOK_AROUND_S:
                     looked_at = now
                     self._look_around(now)
-        self._close()
 
     def post(self, work: Callable[[], None]) -> None:
         """Run `work` on the channel's thread. Callable from any thread."""
@@ -133,9 +138,13 @@ class LocalChannel:
         os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
-        """Make `run` return; every connection is closed. Callable from any thread."""
+        """Make `run` return. Callable from any thread; call `dispose` when it has returned."""
         self._stopping = True
         os.eventfd_write(self._wake, 1)
+
+    def dispose(self) -> None:
+        """Nothing will be posted any more."""
+        os.close(self._wake)
 
     # What connections tell us (local_connection.Channel).
 

@@ -41,6 +41,7 @@ class Metrics(Collector):
         stats = self._statistics.snapshot()
         yield from _tokens(stats.tokens)
         yield from _tiers(stats.tiers)
+        yield from _namespaces(stats.namespaces)
         yield from _health(stats)
         yield from self._calls()
         for counter in stats.counters:
@@ -90,6 +91,19 @@ def _tiers(tiers: Iterable[pb.TierStats]) -> Iterator[Metric]:
         blocks.add_metric([name], tier.blocks)
         evicted.add_metric([name], tier.evicted_blocks)
     yield from (by_kind, blocks, evicted)
+
+
+def _namespaces(namespaces: Iterable[pb.NamespaceStats]) -> Iterator[Metric]:
+    """By short id, which a restart gives anew; the fingerprint is in `status`."""
+    blocks = GaugeMetricFamily("prefixcache_namespace_blocks", "Visible blocks", labels=["namespace"])
+    looked_up = CounterMetricFamily("prefixcache_namespace_tokens_looked_up", "Tokens asked for", labels=["namespace"])
+    hit = CounterMetricFamily("prefixcache_namespace_tokens_hit", "Tokens used, any tier", labels=["namespace"])
+    for space in namespaces:
+        name = str(space.namespace_id)
+        blocks.add_metric([name], space.blocks)
+        looked_up.add_metric([name], space.tokens.looked_up)
+        hit.add_metric([name], sum(getattr(space.tokens.hit, tier) for tier in _TIERS))
+    yield from (blocks, looked_up, hit)
 
 
 def _health(stats: pb.GetStatsResponse) -> Iterator[Metric]:

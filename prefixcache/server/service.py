@@ -83,6 +83,11 @@ class Shell:
             self.namespaces[number] = self.by_fingerprint[fingerprint] = namespace
             self.next_namespace = max(self.next_namespace, number + 1)
 
+    def forget_namespace(self, number: int) -> None:
+        """The planner forgot an empty namespace to make room; a worker that still uses its id is told to open it."""
+        namespace = self.namespaces.pop(number)
+        del self.by_fingerprint[namespace.fingerprint]
+
     def end(self, session: Session) -> bool:
         """End a session: its leases and keys are free. True if slots wait for its process's exit. Can be repeated."""
         with session.writes, self.owner.lock:

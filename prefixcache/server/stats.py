@@ -119,6 +119,7 @@ class Statistics:
                 block_tokens=namespace.spec.block_tokens,
                 block_bytes=namespace.block_bytes,
                 blocks=space.table.used,
+                tokens=_token_sums(space.tokens),
             )
 
     def _sessions(self) -> Iterable[pb.SessionStats]:

@@ -23,7 +23,7 @@ Answers = dict[str, Callable[[Any, Any], Any]]
 
 
 def follow_ends(orders: dict[type, Callable[..., None]], shell: Shell) -> None:
-    """Keep the tables of leases and reservations as the planner ends them."""
+    """Keep the tables of leases, reservations and namespaces as the planner ends them."""
     holdings = shell.holdings
 
     def lease_ended(order: c.LeaseEnded) -> None:
@@ -32,7 +32,11 @@ def follow_ends(orders: dict[type, Callable[..., None]], shell: Shell) -> None:
     def reservation_ended(order: c.ReservationEnded) -> None:
         holdings.reservations.pop(order.reservation, None)
 
+    def namespace_forgotten(order: c.NamespaceForgotten) -> None:
+        shell.forget_namespace(order.namespace)
+
     orders[c.LeaseEnded] = lease_ended
+    orders[c.NamespaceForgotten] = namespace_forgotten
     orders[c.ReservationEnded] = reservation_ended
 
 

@@ -2,16 +2,26 @@
 
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from prefixcache.identity.keys import block_keys
 from prefixcache.server.app import Daemon
+from prefixcache.v1 import admin_pb2 as admin
 from prefixcache.v1 import cache_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
-from tests.contract.conftest import BLOCK_TOKENS, Worker, namespace_spec, new_id, new_keys
-from tests.contract.drivers import Driver, Failure, GrpcDriver
+from tests.contract.conftest import (
+    BLOCK_TOKENS,
+    Worker,
+    namespace_spec,
+    new_id,
+    new_keys,
+    start_daemon,
+    stop_daemon,
+)
+from tests.contract.drivers import Driver, Failure, GrpcDriver, LocalDriver
 
 NOT_FOUND, INVALID, EXISTS, DENIED, EXHAUSTED, PRECONDITION = 5, 3, 6, 7, 8, 9
 
@@ -282,3 +292,40 @@ def test_a_commit_of_some_heads_waits_for_the_others(worker: Worker, daemon: Dae
     assert worker.acquire(keys).planned_blocks == 0
     assert worker.commit(reservation, parts=[pb.WrittenPart(part=0, first_head=1, heads=1)]).done
     assert worker.acquire(keys).planned_blocks == 2
+
+
+def test_each_namespace_has_its_own_part_of_the_closed_sum(worker: Worker, daemon: Daemon) -> None:
+    keys = new_keys(4)
+    store(worker, daemon, keys[: 3 * 32])
+    lease = new_id()
+    worker.acquire(keys, lease=lease, prompt_tokens=4 * BLOCK_TOKENS + 1)
+    pending = namespace_tokens(daemon, worker.namespace)
+    assert (pending.looked_up, pending.pending, pending.hit.host) == (4 * BLOCK_TOKENS + 1, 3 * BLOCK_TOKENS, 0)
+    worker.release(lease, 2)
+    ended = namespace_tokens(daemon, worker.namespace)
+    misses = {item.reason: item.count for item in ended.miss}
+    assert (ended.pending, ended.hit.host) == (0, 2 * BLOCK_TOKENS)
+    assert misses == {
+        common.REASON_NOT_CACHED: BLOCK_TOKENS, common.REASON_UNUSED: BLOCK_TOKENS, common.REASON_PARTIAL_BLOCK: 1
+    }  # fmt: skip
+
+
+def namespace_tokens(daemon: Daemon, number: int) -> admin.TokenSums:
+    """One namespace's part of the sum."""
+    return next(space for space in daemon.statistics.snapshot().namespaces if space.namespace_id == number).tokens
+
+
+def test_an_empty_namespace_makes_room_and_is_opened_anew(tmp_path: Path) -> None:
+    daemon = start_daemon(tmp_path, max_namespaces=2)
+    driver = LocalDriver(daemon.place.local_path)
+    worker = Worker(driver)
+    for _ in range(2):
+        spec = namespace_spec()
+        driver.call("OpenNamespace", pb.OpenNamespaceRequest(session=worker.session, spec=spec))
+    with pytest.raises(Failure) as refused:
+        worker.acquire(new_keys(1))
+    assert (refused.value.code, refused.value.reason) == (NOT_FOUND, common.REASON_NAMESPACE_UNKNOWN)
+    again = driver.call("OpenNamespace", pb.OpenNamespaceRequest(session=worker.session, spec=worker.spec))
+    assert worker.acquire(new_keys(1), namespace_id=again.namespace_id).planned_blocks == 0
+    driver.close()
+    stop_daemon(daemon)

@@ -1,5 +1,6 @@
 """A bug in the planner: nothing is decided after it, health tells, and the daemon can still be ended."""
 
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -45,3 +46,19 @@ def test_a_failed_planner_serves_nothing_more_and_says_so(tmp_path: Path, monkey
     daemon.stop()
     over_grpc.driver.close()
     assert not Path(daemon.config.socket).exists()
+
+
+def test_a_dead_thread_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = start_daemon(tmp_path)
+    monkeypatch.setattr(threading, "excepthook", daemon.part_died)
+
+    def fail(_: float) -> None:
+        raise ZeroDivisionError
+
+    assert daemon._local is not None
+    assert daemon._local_thread is not None
+    monkeypatch.setattr(daemon._local, "_look_around", fail)
+    daemon._local_thread.join(20)
+    state, detail = daemon.health.state()
+    assert (state, detail) == ("not_serving", "local channel: its thread died: ZeroDivisionError")
+    daemon.stop()

@@ -102,13 +102,14 @@ def test_leases_reservations_namespaces_and_keys_are_bounded(local: LocalDriver)
     worker = Worker(local)
     keys = new_keys(2)
     commit_some(worker, keys)
-    for _ in range(2):
+    reservations = [new_id(), new_id()]
+    for reservation in reservations:
         worker.acquire(keys)
-        worker.reserve(new_id(), new_keys(1))
+        worker.reserve(reservation, new_keys(1))
     attempts: list[Callable[[], object]] = [
         lambda: worker.acquire(keys),
         lambda: worker.reserve(new_id(), new_keys(1)),
-        lambda: open_namespaces(worker),
+        lambda: open_namespaces(worker, reservations[0]),
     ]
     for attempt in attempts:
         with pytest.raises(Failure) as refused:
@@ -119,9 +120,15 @@ def test_leases_reservations_namespaces_and_keys_are_bounded(local: LocalDriver)
     assert refused.value.reason in (common.REASON_LIMIT, common.REASON_BAD_KEYS)
 
 
-def open_namespaces(worker: Worker) -> None:
+def open_namespaces(worker: Worker, in_the_way: bytes) -> None:
+    """More namespaces than the bound, each with a block: an empty one would make room."""
+    worker.abort(in_the_way)
     for _ in range(3):
-        worker.driver.call("OpenNamespace", pb.OpenNamespaceRequest(session=worker.session, spec=namespace_spec()))
+        opening = pb.OpenNamespaceRequest(session=worker.session, spec=namespace_spec())
+        opened = worker.driver.call("OpenNamespace", opening)
+        reservation = new_id()
+        worker.reserve(reservation, new_keys(1), namespace_id=opened.namespace_id)
+        worker.commit(reservation)
 
 
 def test_a_lease_runs_out_and_its_tokens_are_missed(short: Daemon, local: LocalDriver) -> None:

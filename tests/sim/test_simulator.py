@@ -160,7 +160,7 @@ def expired_lease_stays_pending(patch: Patch) -> None:
     right = Acquiring.end_unreleased
 
     def wrong(self: Acquiring, lease: Any, reason: Any, out: list[Any]) -> None:
-        self.state.stats.tokens.pending += lease.planned_tokens
+        lease.space.tokens.pending += lease.planned_tokens
         right(self, lease, reason, out)
 
     patch.setattr(Acquiring, "end_unreleased", wrong)

@@ -51,6 +51,11 @@ class BlockFormat:
         """By part: where K and V lie. Raises LayoutError for parts that are opaque bytes (native packing, states)."""
         return tuple(self._shape(part) for part in self.parts)
 
+    @cached_property
+    def needed_blocks(self) -> tuple[int, ...]:
+        """By part: how many of a prefix's last blocks a restore needs."""
+        return tuple(_needed(self.layout.groups[part.group], self.block_tokens) for part in self.parts)
+
     def layers_of(self, part: int) -> tuple[int, ...]:
         """Model layers of a part, in order."""
         item = self.parts[part]
@@ -88,6 +93,12 @@ class BlockFormat:
             itemsize=itemsize,
             scale_bytes=group.scale_bytes,
         )
+
+
+def _needed(group: LayerGroup, block_tokens: int) -> int:
+    if group.kind is GroupKind.STATE:
+        return 1
+    return group.window_blocks(block_tokens) if group.kind is GroupKind.SLIDING else 1 << 40
 
 
 def _group(group: LayerGroup) -> common_pb2.LayerGroup:

@@ -9,7 +9,6 @@ Rules:
 What belongs here: the surface. How is said in acquire, lease, store and link.
 """
 
-import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
@@ -72,7 +71,6 @@ class Client:
         self._counters = Counters()
         self._link = Link(parse_address(address), self.options, self._counters)
         self._writer = Writer(self.options.store_queue)
-        self._finalizer = weakref.finalize(self, _close, self._link, self._writer)
 
     def __enter__(self) -> Self:
         return self
@@ -84,7 +82,8 @@ class Client:
 
     def close(self) -> None:
         """End the session and drop the mappings: leases still held are lost, later calls miss (`client_closed`)."""
-        self._finalizer()
+        self._writer.drain()
+        self._link.close()
 
     def namespace(
         self,
@@ -184,8 +183,3 @@ class Client:
         dropped: Future[StoreResult] = Future()
         dropped.set_result(StoreResult(0, 0, 0, refused, QUEUE_FULL))
         return dropped
-
-
-def _close(link: Link, writer: Writer) -> None:
-    writer.drain()
-    link.close()

@@ -36,21 +36,21 @@ def pack_frame(call_id: int, method: int, payload: bytes, flags: int = END) -> b
 class FrameBuffer:
     """Bytes that came but are not a whole frame yet.
 
-    Kept as one immutable `bytes`: nearly always a receive brings exactly one frame, which then costs one slice.
+    Kept as one immutable `bytes`, `pending`: nearly always a receive brings one whole frame, which costs one slice.
     """
 
-    __slots__ = ("_bytes",)
+    __slots__ = ("pending",)
 
     def __init__(self) -> None:
-        self._bytes = b""
+        self.pending = b""
 
     def feed(self, data: bytes) -> None:
         """Add received bytes."""
-        self._bytes = self._bytes + data if self._bytes else data
+        self.pending = self.pending + data if self.pending else data
 
     def take_next(self, data: bytes) -> Frame | None:
         """As `feed` and `take`: nearly always `data` is one whole frame and nothing else."""
-        if not self._bytes and len(data) >= HEADER_BYTES:
+        if not self.pending and len(data) >= HEADER_BYTES:
             size, call_id, method, flags = _HEADER.unpack_from(data)
             if len(data) == HEADER_BYTES + size and not flags & ~_KNOWN_FLAGS:
                 return call_id, method, flags, data[HEADER_BYTES:]
@@ -59,14 +59,14 @@ class FrameBuffer:
 
     def missing(self) -> int:
         """Bytes that the frame begun still lacks; 0 when its header has not come."""
-        if len(self._bytes) < HEADER_BYTES:
+        if len(self.pending) < HEADER_BYTES:
             return 0
-        size: int = _HEADER.unpack_from(self._bytes)[0]
-        return max(HEADER_BYTES + size - len(self._bytes), 0)
+        size: int = _HEADER.unpack_from(self.pending)[0]
+        return max(HEADER_BYTES + size - len(self.pending), 0)
 
     def take(self) -> Frame | None:
         """The next whole frame, or None. Raises BadFrame."""
-        data = self._bytes
+        data = self.pending
         if len(data) < HEADER_BYTES:
             return None
         size, call_id, method, flags = _HEADER.unpack_from(data)
@@ -75,5 +75,5 @@ class FrameBuffer:
         end = HEADER_BYTES + size
         if len(data) < end:
             return None
-        self._bytes = data[end:]
+        self.pending = data[end:]
         return call_id, method, flags, data[HEADER_BYTES:end]

@@ -120,11 +120,15 @@ class GrpcTransport:
         action()
 
     def keep_alive(self, session_id: bytes, ttl_s: float) -> None:
-        """Keep the session alive until the transport ends."""
+        """Keep the session alive until the transport ends. Raises Unreachable when there is no thread to do it."""
         thread = threading.Thread(
             target=self._keep_alive, args=(session_id, ttl_s), name="prefixcache-keepalive", daemon=True
         )
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self.close()
+            raise Unreachable(f"no thread to keep the session alive: {error}", lost=True) from error
 
     def close(self) -> None:
         """Give the channel up; calls still waiting end as Unreachable."""

@@ -46,10 +46,10 @@ class Grant:
         self._packed = packed
         self._runs: Sequence[SlotRun] | None = None
 
-    def runs(self, form: BlockFormat) -> Sequence[SlotRun]:
-        """The slots. Raises Unreachable where the server contradicts itself."""
+    def runs(self, form: BlockFormat, blocks: range) -> Sequence[SlotRun]:
+        """The slots of `blocks`, always the same ones. Raises Unreachable where the server contradicts itself."""
         if self._runs is None:
-            self._runs = leased_runs(form, self._packed.runs)
+            self._runs = leased_runs(form, self._packed.runs, blocks)
         return self._runs
 
 
@@ -187,7 +187,7 @@ class Lease:
 
     def _all_runs(self) -> Sequence[SlotRun]:
         try:
-            return self._grant.runs(self._form) if self._grant is not None else ()
+            return self._grant.runs(self._form, range(self.from_block, self.blocks)) if self._grant is not None else ()
         except Failure as failure:
             self._lose(failure.reason)
             return ()
@@ -199,7 +199,7 @@ class Lease:
 
     def _wanted(self, grant: Grant, target: KvTensors) -> list[SlotRun]:
         covered = [target.covers(self._form, part) for part in range(len(self._form.parts))]
-        cut = (run.within(covered[run.part]) for run in grant.runs(self._form))
+        cut = (run.within(covered[run.part]) for run in grant.runs(self._form, range(self.from_block, self.blocks)))
         return [run for run in cut if run is not None]
 
     def _check_time(self, grant: Grant) -> None:

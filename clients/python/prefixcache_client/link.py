@@ -50,26 +50,28 @@ class Link:
         self.options = options
         self.counters = counters
         self.breaker = CircuitBreaker(options.breaker_threshold, options.breaker_open_s, options.breaker_max_open_s)
-        self._session: Session | None = None
+        self._held: list[Session] = []
         self._connecting = threading.Lock()
         self._abandoned: deque[tuple[Session, bytes]] = deque(maxlen=_MAX_ABANDONED)
         self._closed = False
+        # Leases hold the link, so a session outlives a client that was dropped with a lease of it in use.
+        weakref.finalize(self, _close_all, self._held)
         _live.add(self)
 
     @property
     def session(self) -> Session | None:
         """The session in use, alive or not; None before the first call."""
-        return self._session
+        return self._held[0] if self._held else None
 
     def call(self, method: int, kind: type[M], build: Build, timeout_s: float) -> tuple[Session, M]:
         """The answer of `method` and the session that gave it. Raises Unreachable or Refused."""
         deadline = time.monotonic() + timeout_s
-        session = self._session
+        session = self.session
         if session is not None and session.transport.alive and self.breaker.calm and not self._abandoned:
             # As nearly always. What follows at length below is done here in a quarter of the time.
             try:
-                payload = session.transport.call(method, build(session, deadline), timeout_s)
-                return session, kind.FromString(payload)
+                request = build(session, deadline)
+                return session, kind.FromString(session.transport.call(method, request, deadline - time.monotonic()))
             except Failure as error:
                 if not self._mended(session, error):
                     self._count(error)
@@ -118,14 +120,13 @@ class Link:
         self._closed = True
         self._release_abandoned()
         with self._connecting:
-            if self._session is not None:
-                self._session.close()
+            _close_all(self._held)
 
     def _attempts(self, method: int, build: Build, deadline: float) -> tuple[Session, bytes]:
         attempt = 0
         while True:
             attempt += 1
-            session = self._session
+            session = self.session
             if session is None or not session.alive:
                 session = self._connect(deadline)
             try:
@@ -153,13 +154,12 @@ class Link:
         try:
             if self._closed:
                 raise Unreachable("the client is closed", reason=CLIENT_CLOSED)
-            session = self._session
-            if session is not None:
-                if session.alive:
-                    return session
-                session.close()
-                self._session = None
-            self._session = session = self._open(deadline)
+            session = self.session
+            if session is not None and session.alive:
+                return session
+            _close_all(self._held)
+            session = self._open(deadline)
+            self._held.append(session)
             self.counters.connected()
             return session
         finally:
@@ -188,16 +188,25 @@ class Link:
         """In a forked child: the transport has given up the parent's connection; locks may be held by nobody."""
         self._connecting = threading.Lock()
         self._abandoned.clear()
-        self._session = None
+        self._held.clear()
         self.breaker.reset_after_fork()
         self.counters.reset_after_fork()
 
 
+def _close_all(held: list[Session]) -> None:
+    while held:
+        held.pop().close()
+
+
 def _listens(path: str, timeout_s: float) -> bool:
     """Whether anybody listens at all: importing grpc to learn that nobody does would cost a request half a second."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(timeout_s)
-        return probe.connect_ex(path) == 0
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(timeout_s)
+            probe.connect(path)
+    except OSError:
+        return False
+    return True
 
 
 def _after_fork_in_child() -> None:

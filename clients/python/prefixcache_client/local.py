@@ -38,6 +38,7 @@ _MIN_TIMEOUT_S: Final = 0.001
 # How far off, as a share, the receive timeout that the kernel has may be before it is set anew.
 _TIMEOUT_SLACK: Final = 0.1
 _CALL_IDS: Final = (1 << 32) - 1
+_POST_S: Final = 0.05  # how long a posted call waits for another thread to have sent its own
 _LATE: Final = "the server did not answer in time"
 
 _live: "weakref.WeakSet[LocalTransport]" = weakref.WeakSet()
@@ -59,15 +60,8 @@ class LocalTransport:
 
     def __init__(self, path: str, timeout_s: float) -> None:
         """Connect to the socket at `path`. Raises Unreachable, also when the peer's queue of connections is full."""
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._send_timeout_s = timeout_s
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
+        self._sock = _connected(path, timeout_s)
         self._receive_timeout_s = 0.0
-        try:
-            self._sock.connect(path)
-        except OSError as error:
-            self._sock.close()
-            raise Unreachable(f"no local channel at {path}: {error}", lost=True) from error
         self.alive = True
         self._buffer = FrameBuffer()
         self._ids = itertools.count(1)
@@ -76,7 +70,11 @@ class LocalTransport:
         self._make_locks()
         _live.add(self)
         watcher = threading.Thread(target=self._watch, args=(self._sock,), name="prefixcache-watch", daemon=True)
-        watcher.start()
+        try:
+            watcher.start()
+        except RuntimeError as error:  # the process may have no more threads
+            self._sock.close()
+            raise Unreachable(f"no thread for the local channel: {error}", lost=True) from error
 
     def _make_locks(self) -> None:
         self._sending = threading.Lock()
@@ -107,8 +105,11 @@ class LocalTransport:
         return content
 
     def post(self, method: int, payload: bytes) -> None:
-        """Send `payload` behind everything sent before; its answer is thrown away. Raises Unreachable."""
-        self._send(pack_frame(next(self._ids) & _CALL_IDS, method, payload), self._send_timeout_s)
+        """Send `payload` behind everything sent before; its answer is thrown away. Raises Unreachable.
+
+        It never waits for the server: one that reads nothing any more hears it no sooner for being waited for.
+        """
+        self._send(pack_frame(next(self._ids) & _CALL_IDS, method, payload), _POST_S, socket.MSG_DONTWAIT)
 
     def call_for_descriptors(self, method: int, payload: bytes, timeout_s: float) -> tuple[bytes, list[int]]:
         """As `call`, with the descriptors that came along, which the caller closes. No other call may be under way."""
@@ -143,7 +144,7 @@ class LocalTransport:
 
     # -- sending and receiving ---------------------------------------------------------------------------------------
 
-    def _send(self, frame: bytes, timeout_s: float) -> None:
+    def _send(self, frame: bytes, timeout_s: float, flags: int = 0) -> None:
         if len(frame) > framing.MAX_PAYLOAD_BYTES:
             raise Unreachable("a request over the limit of the local channel", reason="message_too_large")
         if not self._sending.acquire(False) and not self._sending.acquire(timeout=timeout_s):
@@ -152,7 +153,7 @@ class LocalTransport:
         try:
             if not self.alive:
                 raise Unreachable("the connection has ended", lost=True)
-            self._sock.sendall(frame)
+            self._sock.sendall(frame, flags)
             sent = True
         except BlockingIOError as error:
             raise Unreachable("the server takes no more bytes", reason=DEADLINE) from error
@@ -194,7 +195,7 @@ class LocalTransport:
         """Receive for everybody until the answer of `call_id` has come. The caller holds `_reading`."""
         buffer, deadline = self._buffer, 0.0
         try:
-            frame = buffer.take()
+            frame = buffer.take() if buffer.pending else None
             while frame is None or frame[0] != call_id:
                 if frame is not None:
                     self._deliver(frame)
@@ -220,7 +221,8 @@ class LocalTransport:
 
     def _receive(self) -> bytes:
         try:
-            data = self._sock.recv(max(_RECEIVE_BYTES, self._buffer.missing()))
+            pending = self._buffer.pending
+            data = self._sock.recv(max(_RECEIVE_BYTES, self._buffer.missing()) if pending else _RECEIVE_BYTES)
         except BlockingIOError as error:
             raise Unreachable(_LATE, reason=DEADLINE) from error
         except OSError as error:
@@ -303,6 +305,21 @@ class LocalTransport:
         for action in actions:
             action()
         self._sock.close()
+
+
+def _connected(path: str, timeout_s: float) -> socket.socket:
+    """A socket whose sending ends after `timeout_s`. Raises Unreachable."""
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
+            sock.connect(path)
+        except OSError:
+            sock.close()
+            raise
+    except OSError as error:
+        raise Unreachable(f"no local channel at {path}: {error}", lost=True) from error
+    return sock
 
 
 def _timeval(seconds: float) -> bytes:

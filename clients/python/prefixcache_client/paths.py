@@ -5,19 +5,22 @@ the leased ones: generations are compared after the copy, never before. No calls
 counting.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from prefixcache_client.blocks import BlockFormat
 from prefixcache_client.errors import Failure, Unreachable
 from prefixcache_client.pools import MappedPools
-from prefixcache_client.reasons import LEASE_LOST, RESERVATION_EXPIRED
+from prefixcache_client.reasons import INTERNAL, LEASE_LOST, RESERVATION_EXPIRED
 from prefixcache_client.runs import SlotRun
 from prefixcache_client.tensors import KvTensors
 from prefixcache_offload import transfer
 from prefixcache_offload.engine import Job
 from prefixcache_offload.mapping import Bytes
 from prefixcache_offload.memory import Memory
+
+Planned = list[tuple[Memory, list[Job]]]
+"""Moves by the pool they are from or to."""
 
 
 class BytePath(Protocol):
@@ -48,14 +51,14 @@ class MappedPath:
             planned = self._plan(form, runs, tensors)
         except Unreachable as error:
             raise Failure(LEASE_LOST, str(error)) from error
-        moved = sum(transfer.load(memory, jobs) for memory, jobs in planned)
+        moved = copied(transfer.load, planned)
         if not self._pools.unchanged(runs):
             raise Failure(LEASE_LOST, "a slot got another owner before its bytes were read")
         return moved
 
     def save(self, form: BlockFormat, reservation: bytes, runs: Sequence[SlotRun], tensors: KvTensors) -> int:
         """See BytePath."""
-        moved = sum(transfer.store(memory, jobs) for memory, jobs in self._plan(form, runs, tensors))
+        moved = copied(transfer.store, self._plan(form, runs, tensors))
         if not self._pools.unchanged(runs):
             raise Failure(RESERVATION_EXPIRED, "a reserved slot got another owner before it was filled")
         return moved
@@ -68,7 +71,7 @@ class MappedPath:
         """See BytePath."""
         return self._pools.unchanged(runs)
 
-    def _plan(self, form: BlockFormat, runs: Sequence[SlotRun], tensors: KvTensors) -> list[tuple[Memory, list[Job]]]:
+    def _plan(self, form: BlockFormat, runs: Sequence[SlotRun], tensors: KvTensors) -> Planned:
         """All moves before the first byte, so that a mistake in the tensors changes nothing."""
         planned: dict[int, tuple[Memory, list[Job]]] = {}
         for run in runs:
@@ -86,3 +89,18 @@ class MappedReads:
         self.view = mapped.view
         self.intact = mapped.intact
         self.save = streamed.save
+
+
+def copied(copy: Callable[[Memory, Sequence[Job]], int], planned: Planned) -> int:
+    """Carry out all moves and wait for those that a device does by itself; the bytes moved. Raises Failure.
+
+    Only after that may generations be compared, or a buffer be used again.
+    """
+    try:
+        moved = sum(copy(memory, jobs) for memory, jobs in planned)
+        for _, jobs in planned:
+            for job in jobs:
+                job.memory.wait()
+    except OSError as error:
+        raise Failure(INTERNAL, f"the kernel refused a copy: {error}") from error
+    return moved

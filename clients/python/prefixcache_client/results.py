@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 class CopyResult:
     """What `Lease.copy_to` did. Unless `ok`, the target tensors hold anything and must be computed.
 
-    `tokens`: valid tokens from token 0 of the prompt, 0 unless `ok`. `reason`: why not, "" when `ok`.
+    `tokens`: where in the prompt the copied blocks end, 0 unless `ok`. `reason`: why not, "" when `ok`.
     """
 
     ok: bool

@@ -17,8 +17,10 @@ from prefixcache_client.errors import Unreachable
 
 @dataclass(frozen=True, slots=True)
 class SlotRun:
-    """Slots of one part in one pool. `blocks`: i64[n], positions in the prompt, ascending; `slots`: u32[n];
-    `generations`: u64[n]."""
+    """Slots of one part in one pool.
+
+    `blocks`: i64[n], positions in the prompt, ascending; `slots`: u32[n]; `generations`: u64[n].
+    """
 
     part: int
     pool: int
@@ -42,14 +44,31 @@ class SlotRun:
         return int(self.blocks.size)
 
 
-def leased_runs(form: BlockFormat, runs: Iterable[common_pb2.PartRun]) -> list[SlotRun]:
-    """The runs of an AcquireResponse. Raises Unreachable where the server contradicts itself."""
-    return [_run(form, run, _consecutive(run.first_block, len(run.slots) // 4)) for run in runs]
+def leased_runs(form: BlockFormat, runs: Iterable[common_pb2.PartRun], blocks: range) -> list[SlotRun]:
+    """The runs of an AcquireResponse that promises `blocks`, cut to them.
+
+    Raises Unreachable where the server contradicts itself: a part that lacks a block it needs would be garbage in a
+    cache.
+    """
+    cut = (_run(form, run, _consecutive(run.first_block, len(run.slots) // 4)).within(blocks) for run in runs)
+    leased = [run for run in cut if run is not None]
+    for part in form.parts:
+        needed = max(blocks.start, blocks.stop - form.needed_blocks[part.index])
+        for run in leased:
+            if run.part == part.index and run.blocks[0] <= needed:
+                needed = max(needed, int(run.blocks[-1]) + 1)
+        if needed < blocks.stop:
+            raise Unreachable(f"the server leased {blocks.stop} blocks without block {needed} of part {part.index}")
+    return leased
 
 
-def granted_runs(form: BlockFormat, grants: Iterable[cache_pb2.PartGrant]) -> list[SlotRun]:
-    """The grants of a ReserveResponse. Raises Unreachable as `leased_runs`."""
-    return [_run(form, grant, np.frombuffer(_whole(grant.blocks, 4), "<u4").astype(np.int64)) for grant in grants]
+def granted_runs(form: BlockFormat, grants: Iterable[cache_pb2.PartGrant], blocks: range) -> list[SlotRun]:
+    """The grants of a ReserveResponse to a request for `blocks`. Raises Unreachable as `leased_runs`."""
+    runs = [_run(form, grant, np.frombuffer(_whole(grant.blocks, 4), "<u4").astype(np.int64)) for grant in grants]
+    for run in runs:
+        if run.count and not blocks.start <= int(run.blocks.min()) <= int(run.blocks.max()) < blocks.stop:
+            raise Unreachable("the server granted blocks that were not asked for")
+    return runs
 
 
 def _consecutive(first: int, count: int) -> npt.NDArray[np.int64]:

@@ -101,7 +101,7 @@ def _store_share(link: Link, ns: Namespace, epoch: Epoch, target: KvTensors, sha
     refused = count_reasons(answer.refused)
     if not answer.grants:
         return _Outcome(0, 0, refused)
-    outcome = _fill(link, ns, target, session, answer, reservation)
+    outcome = _fill(link, ns, target, session, answer, (reservation, share))
     return outcome._replace(refused=dict(Counter(refused) + Counter(outcome.refused)))
 
 
@@ -111,11 +111,11 @@ def _fill(
     target: KvTensors,
     session: Session,
     answer: cache_pb2.ReserveResponse,
-    reservation: bytes,
+    reserved: tuple[bytes, _Share],
 ) -> _Outcome:
-    committed = False
+    (reservation, share), committed = reserved, False
     try:
-        moved = session.path.save(ns.form, reservation, granted_runs(ns.form, answer.grants), target)
+        moved = session.path.save(ns.form, reservation, granted_runs(ns.form, answer.grants, share.blocks), target)
         done = _commit(link, session, reservation)
         committed = True
     except Failure as failure:

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from prefixcache.v1 import cache_pb2
 from prefixcache_client.blocks import BlockFormat
 from prefixcache_client.errors import Failure, Unreachable
+from prefixcache_client.paths import copied
 from prefixcache_client.reasons import STREAM_TRUNCATED
 from prefixcache_client.runs import SlotRun
 from prefixcache_client.tensors import KvTensors
@@ -45,7 +46,7 @@ class StreamPath:
             staged = _Staged(form, run)
             jobs = tensors.jobs(form, run.part, run.blocks, staged.slots)
             self._receive(lease, run, staged)
-            moved += transfer.load(staged.memory, jobs)
+            moved += copied(transfer.load, [(staged.memory, jobs)])
         return moved
 
     def save(self, form: BlockFormat, reservation: bytes, runs: Sequence[SlotRun], tensors: KvTensors) -> int:
@@ -53,7 +54,7 @@ class StreamPath:
         moved = 0
         for run in _bounded(form, runs):
             staged = _Staged(form, run)
-            transfer.store(staged.memory, tensors.jobs(form, run.part, run.blocks, staged.slots))
+            copied(transfer.store, [(staged.memory, tensors.jobs(form, run.part, run.blocks, staged.slots))])
             self._send(reservation, run, staged)
             moved += run.count * staged.part_bytes
         return moved

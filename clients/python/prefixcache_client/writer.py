@@ -4,8 +4,10 @@ A full queue drops the new store instead of making the engine wait: blocks not s
 waiting costs this one. It must not know what a store is.
 """
 
+import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, NamedTuple
@@ -13,6 +15,8 @@ from typing import Final, NamedTuple
 from prefixcache_client.results import StoreResult
 
 _IDLE_S: Final = 5.0
+
+_live: "weakref.WeakSet[Writer]" = weakref.WeakSet()
 
 
 class _Task(NamedTuple):
@@ -25,25 +29,31 @@ class Writer:
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
-        self.reset_after_fork()
+        self.start_empty()
+        _live.add(self)
 
-    def reset_after_fork(self) -> None:
-        """Start empty; in a forked child the parent's thread and its tasks are the parent's."""
+    def start_empty(self) -> None:
+        """Forget everything: in a forked child the thread and its tasks are the parent's."""
         self._tasks: queue.Queue[_Task] = queue.Queue(self._bound)
         self._lock = threading.Lock()
         self._running = False
 
     def submit(self, work: Callable[[], StoreResult]) -> "Future[StoreResult] | None":
-        """Have `work` done; None when the queue is full."""
+        """Have `work` done; None when the queue is full, or when the process can start no thread for it."""
         task = _Task(work, Future())
         try:
             self._tasks.put_nowait(task)
         except queue.Full:
             return None
         with self._lock:
-            if not self._running:
-                self._running = True
+            if self._running:
+                return task.outcome
+            try:
                 threading.Thread(target=self._run, name="prefixcache-store", daemon=True).start()
+            except RuntimeError:
+                self.drain()
+                return None
+            self._running = True
         return task.outcome
 
     @property
@@ -79,3 +89,11 @@ def _finish(task: _Task) -> None:
     except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
         # A mistake of the caller's, who asks the future; the thread goes on with the next store.
         task.outcome.set_exception(error)
+
+
+def _after_fork_in_child() -> None:
+    for writer in list(_live):
+        writer.start_empty()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,11 +1,14 @@
 """A daemon of the benchmark's own: a folder, a socket, a process that ends with the benchmark.
 
-It goes through `prefixcache serve`, as users do. It must not know what is measured.
+It goes through `prefixcache serve`, as users do. The kernel tells it of its parent's death, so that a benchmark that
+was ended with kill -9, or by a supervisor's time limit, leaves no daemon with gigabytes of memory behind.
+It must not know what is measured.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -25,6 +28,9 @@ from prefixcache.v1 import admin_pb2, common_pb2
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 20.0
 _POLL_S: Final = 0.02
+_PR_SET_PDEATHSIG: Final = 1
+# Loaded here and not in the child: between fork and exec nothing may take a lock.
+_prctl = ctypes.CDLL(None).prctl
 
 
 @dataclass(frozen=True)
@@ -47,12 +53,18 @@ def running(host_bytes: int, extra_environ: Mapping[str, str] | None = None) -> 
             *("--http", "127.0.0.1:0", "--host-bytes", str(host_bytes), "--log-level", "warning"),
         ]
         with (folder / "daemon.log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=_environ(extra_environ))
+            environ = _environ(extra_environ)
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environ, preexec_fn=_end_with_parent)
         try:
             _wait_ready(process, f"unix://{socket}", folder / "daemon.log")
             yield BenchDaemon(f"unix://{socket}", folder, process.pid)
         finally:
             _stop(process)
+
+
+def _end_with_parent() -> None:
+    """Runs in the child before `serve` does."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _environ(extra: Mapping[str, str] | None) -> dict[str, str]:

@@ -122,9 +122,11 @@ class FakeDaemon:
         self.grpc_server = self._serve_grpc()
 
     def stop(self) -> None:
-        if self.listener is not None:
-            self.listener.shutdown(socket.SHUT_RDWR)
-            self.listener.close()
+        with self.lock:
+            listener, self.listener = self.listener, None
+        if listener is not None:
+            listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
             os.unlink(self.path + ".local")
         for connection in self.connections:
             try:
@@ -133,7 +135,7 @@ class FakeDaemon:
                 continue
         self.faults.thaw.set()
         if self.grpc_server is not None:
-            self.grpc_server.stop(0).wait()
+            self.grpc_server.stop(0).wait(10)
         self.pool.close()
 
     def restart(self) -> None:
@@ -232,8 +234,12 @@ class FakeDaemon:
                 connection, _ = listener.accept()
             except OSError:
                 return
-            self.connections.append(connection)
-            self.sessions_opened += 1
+            with self.lock:
+                if listener is not self.listener:  # stopped meanwhile
+                    connection.close()
+                    return
+                self.connections.append(connection)
+                self.sessions_opened += 1
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from prefixcache.v1 import common_pb2
-from prefixcache_client import Blocks, Client, LeaseEndedError, Namespace, PromptKeys
+from prefixcache_client import Blocks, Client, ClientOptions, LeaseEndedError, Namespace, PromptKeys
 from tests.unit.client.conftest import BLOCK_TOKENS, BLOCKS, TOKENS, MakeClient, block_data, stored
 from tests.unit.client.fake_daemon import FakeDaemon, wait_until
 
@@ -274,3 +274,19 @@ def test_after_close_everything_misses(client: Client, ns: Namespace) -> None:
     assert client.acquire(ns, TOKENS).reason == "client_closed"
     assert client.store(ns, TOKENS, block_data(ns)).reason == "client_closed"
     assert client.lookup(ns, TOKENS).reason == "client_closed"
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_lease_outlives_a_dropped_client_and_then_the_session_ends(
+    ns: Namespace, daemon: FakeDaemon, *, local: bool
+) -> None:
+    options = ClientOptions(local_channel=local, timeout_s=5.0)
+    data = stored(Client(f"unix://{daemon.path}", options), ns)
+    with Client(f"unix://{daemon.path}", options).acquire(ns, TOKENS) as lease:
+        gc.collect()
+        assert lease.copy_to(np.zeros_like(data)).ok
+    session = lease._link.session
+    del lease
+    gc.collect()
+    assert session is not None
+    wait_until(lambda: not session.alive)

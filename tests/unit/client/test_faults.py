@@ -173,10 +173,10 @@ def test_mappings_go_with_the_connection(local_client: Client, ns: Namespace, da
     with local_client.acquire(ns, TOKENS) as lease, lease.view(0) as array:
         first = bytes(array)
     daemon.stop()
-    wait_until(lambda: local_client.stats().transport == "", 1.0)
+    wait_until(lambda: local_client.stats().transport == "", 5.0)
     assert bytes(array) == first
     del array, lease
-    wait_until(lambda: not mapped(), 1.0)
+    wait_until(lambda: not mapped(), 5.0)
     daemon.start()
 
 

@@ -35,7 +35,7 @@ def test_nothing_stored_makes_no_lease() -> None:
 def test_the_sum_closes_at_every_instant() -> None:
     h = Harness()
     h.store("abcd")
-    tokens = h.planner.state.stats.tokens
+    tokens = h.planner.state.stats.ledgers[1]
     acquired = h.acquire("abcdxx", prompt_tokens=6 * TOKENS + 5)
     assert tokens.looked_up == 6 * TOKENS + 5
     assert tokens.pending == 4 * TOKENS

@@ -21,12 +21,12 @@ def node_of(planner: Planner, letters: str) -> Node:
 
 
 def sum_opened(planner: Planner) -> None:
-    planner.state.stats.tokens.looked_up += 1
+    planner.state.stats.ledgers[1].looked_up += 1
 
 
 def pending_forgotten(planner: Planner) -> None:
-    planner.state.stats.tokens.pending -= 16
-    planner.state.stats.tokens.miss[Miss.UNUSED] += 16
+    planner.state.stats.ledgers[1].pending -= 16
+    planner.state.stats.ledgers[1].miss[Miss.UNUSED] += 16
 
 
 def slot_leaked(planner: Planner) -> None:

@@ -87,7 +87,9 @@ def test_a_part_that_fits_no_slab() -> None:
 
 
 def test_an_empty_namespace_makes_room_for_another() -> None:
-    h = Harness(limits=Limits(max_namespaces=1), forget_empty=True)
+    h = Harness(limits=Limits(max_namespaces=1))
+    h.acquire("b")
+    looked_up = h.planner.state.stats.tokens.looked_up
     held = h.reserve("a", ttl_s=1.0)
     h.now = 2.0
     h.refused(NamespaceOpened(9, bytes(32), ONE_PART), Kind.RESOURCE_EXHAUSTED, Refusal.TOO_MANY)
@@ -97,13 +99,12 @@ def test_an_empty_namespace_makes_room_for_another() -> None:
     assert h.all[0] == NamespaceForgotten(1)
     assert list(h.planner.state.policies) == [(2 * GRANULE,)]
     h.refused(LookupRequested(1, b""), Kind.NOT_FOUND, Refusal.NAMESPACE_UNKNOWN)
+    assert h.planner.state.stats.tokens.looked_up == looked_up > 0
 
 
-@pytest.mark.parametrize("forget_empty", [False, True])
-def test_too_many_namespaces(forget_empty: bool) -> None:
-    h = Harness(limits=Limits(max_namespaces=1), forget_empty=forget_empty)
-    if forget_empty:
-        h.store("a")
+def test_a_namespace_that_holds_blocks_is_not_forgotten() -> None:
+    h = Harness(limits=Limits(max_namespaces=1))
+    h.store("a")
     h.refused(NamespaceOpened(9, bytes(32), ONE_PART), Kind.RESOURCE_EXHAUSTED, Refusal.TOO_MANY)
 
 

@@ -78,6 +78,19 @@ def test_checksums_are_of_the_parts_own_bytes(pool: HostPool, running: Running) 
     assert failed.digests is None
 
 
+def test_a_verification_does_not_wait_for_checksums(pool: HostPool) -> None:
+    rows, generations = np.array([8, 9], np.uint32), np.array([1, 2], np.uint64)
+    events: queue.SimpleQueue[e.Event] = queue.SimpleQueue()
+    executor = Executor({0: pool}, lambda: None)
+    for _ in range(3):
+        executor.orders[c.ComputeChecksum](c.ComputeChecksum(1, 0, 0, 1000, rows, SLOTS, generations))
+    executor.orders[c.VerifyParts](c.VerifyParts(6, 1, ()))
+    assert executor.backlog == 4
+    executor.start(events.put)
+    assert [type(events.get(timeout=20)) for _ in range(4)] == [e.VerifyDone, *[e.ChecksumDone] * 3]
+    executor.stop()
+
+
 def test_verification_names_what_does_not_match(pool: HostPool, running: Running) -> None:
     rows = np.array([8, 9], np.uint32)
     digests = np.stack([np.frombuffer(checksum(pool.slot(slot, 100)), np.uint8) for slot in (1, 5)])

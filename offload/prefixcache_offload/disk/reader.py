@@ -1,0 +1,245 @@
+"""Reads records straight into the caller's memory, neighbours with one call, and believes none of them unchecked.
+
+Any number of threads call `step`. A group is records that lie next to each other (small gaps are read over) and belong
+to one job. Each record is judged by its header (is it the one wanted, at this place, of this directory) and by the
+checksum of its payload; what fails is `MISMATCH` and its target holds rubbish. A read of `length` bytes may overwrite
+its target up to the next multiple of 4 KiB, if the target begins on a page and the memory reaches that far; else it
+goes through a buffer of its own.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import NamedTuple
+
+import numpy as np
+
+from prefixcache_offload.disk.outcomes import Outcome, trouble_of
+from prefixcache_offload.disk.records import (
+    ENTRY,
+    PAGE,
+    Bytes,
+    Entries,
+    digest,
+    good_headers,
+    headers_over,
+    pages_of,
+    record_pages,
+    same_records,
+)
+from prefixcache_offload.disk.seam import read_fully, scratch
+from prefixcache_offload.disk.shared import Done, Ended, Indexes, Outcomes, Shared
+
+_LARGEST_GAP = 64 << 10
+_MOST_IN_GROUP = 256
+
+
+@dataclass(eq=False, slots=True)
+class ReadJob:
+    """Records to read. entries: ENTRY[n] with namespace, key, part, segment, page and length as they were told when
+    the record was written or found; payload i goes to memory[at[i] : at[i] + length]."""
+
+    job: int
+    memory: Bytes
+    at: Indexes
+    entries: Entries
+    done: Done
+    left: int = 0
+    turn: RLock = field(default_factory=RLock)
+    """Held around each call of `done`, so that the call with nothing left comes last."""
+
+
+class _Group(NamedTuple):
+    job: ReadJob
+    which: list[int]
+    """Numbers in the job, in the order they lie on disk."""
+
+
+class _Plan(NamedTuple):
+    """One call: where it begins, its buffers, the headers among them, and payloads that go through a copy."""
+
+    offset: int
+    buffers: list[memoryview]
+    headers: memoryview
+    ends: list[int]
+    """Bytes of the call after which record i is complete."""
+    copies: dict[int, memoryview]
+
+
+class Reader:
+    """The read side of the tier."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._queue: deque[_Group] = deque()
+        self.queued_bytes = 0
+        """Payload that waits."""
+        self._junk = scratch(_LARGEST_GAP)
+
+    def submit(self, job: ReadJob) -> None:
+        """Queue a job's groups, or end it at once if reading is off."""
+        shared, count = self._shared, len(job.entries)
+        job.left = count
+        groups = group_neighbours(job.entries, shared.options.read_bytes)
+        with shared.lock:
+            off = shared.closing or shared.health.reads_off is not None
+            why = Outcome.SHUT_DOWN if shared.closing else Outcome.TIER_OFF
+            if not off:
+                self._queue.extend(_Group(job, index) for index in groups)
+                self.queued_bytes += int(job.entries["length"].sum(dtype=np.int64))
+                shared.reads_pending += len(groups)
+                shared.lock.notify_all()
+        if off and count:
+            self._end(_Group(job, list(range(count))), np.full(count, why, np.uint8), job.entries)
+
+    def cancel(self, job: int) -> None:
+        """End what has not begun of a job; what is in the kernel ends by itself."""
+        self._drop(lambda group: group.job.job == job, Outcome.CANCELLED)
+
+    def drop_all(self, outcome: Outcome) -> None:
+        """End everything that waits."""
+        self._drop(lambda _: True, outcome)
+
+    def wait_for_work(self) -> bool:
+        """Block until `step` may have something to do; False once the tier closes."""
+        shared = self._shared
+        with shared.lock:
+            shared.lock.wait_for(lambda: shared.closing or bool(self._queue))
+            return not shared.closing or bool(self._queue)
+
+    def idle(self) -> bool:
+        """Nothing waits and nothing is in the kernel; the lock is held."""
+        return not self._shared.reads_pending
+
+    def step(self) -> bool:
+        """Read one group. False if there was none."""
+        shared = self._shared
+        with shared.lock:
+            if not self._queue:
+                return False
+            group = self._queue.popleft()
+            wanted = group.job.entries[group.which]
+            self.queued_bytes -= int(wanted["length"].sum(dtype=np.int64))
+            segment = shared.table.hold(int(wanted["segment"][0]))
+        plan = self._plan(group, wanted)
+        got, error = 0, None
+        with shared.calling((group.job.job,)) as call:
+            try:
+                if segment is not None:
+                    got = read_fully(shared.disk, shared.table.fd(segment), plan.buffers, plan.offset)
+            except OSError as failed:
+                error = failed
+        with shared.lock:
+            shared.counters.read_seconds += shared.clock() - call.started
+            shared.counters.read_calls += 1
+            fds = shared.table.let_go(segment) if segment is not None else []
+        shared.close_fds(fds)
+        if segment is None or error is not None:
+            why = Outcome.GONE if segment is None else Outcome.IO_ERROR
+            outcomes, found = np.full(len(wanted), why, np.uint8), wanted
+        else:
+            outcomes, found = self._judge(group, wanted, plan, got)
+        self._note_health(error, outcomes)
+        with shared.lock:
+            shared.reads_pending -= 1
+            shared.counters.read_bytes += int(wanted["length"][outcomes == Outcome.OK].sum(dtype=np.int64))
+            shared.lock.notify_all()
+        self._end(group, outcomes, found)
+        return True
+
+    # --- one group -------------------------------------------------------------------------------------------------
+
+    def _plan(self, group: _Group, wanted: Entries) -> _Plan:
+        headers = scratch(PAGE * len(wanted))
+        buffers: list[memoryview] = []
+        copies: dict[int, memoryview] = {}
+        ends: list[int] = []
+        memory = group.job.memory
+        begin = next_page = int(wanted["page"][0])
+        for i, (page, length) in enumerate(zip(wanted["page"].tolist(), wanted["length"].tolist(), strict=True)):
+            if page > next_page:
+                buffers.append(self._junk[: (page - next_page) * PAGE])
+            buffers.append(headers[i * PAGE : (i + 1) * PAGE])
+            rounded, start = pages_of(length) * PAGE, int(group.job.at[group.which[i]])
+            if rounded and not (memory.ctypes.data + start) % PAGE and start + rounded <= memory.size:
+                buffers.append(memory[start : start + rounded].data)
+            elif rounded:
+                copies[i] = scratch(rounded)
+                buffers.append(copies[i])
+            next_page = page + 1 + pages_of(length)
+            ends.append((next_page - begin) * PAGE)
+        return _Plan(begin * PAGE, buffers, headers, ends, copies)
+
+    def _judge(self, group: _Group, wanted: Entries, plan: _Plan, got: int) -> tuple[Outcomes, Entries]:
+        """Outcome of each record after a call that read `got` bytes, and the entries that were found."""
+        pages = np.frombuffer(plan.headers, np.uint8)
+        found: Entries = headers_over(pages)["entry"].copy()
+        whole = np.array(plan.ends) <= got
+        right = whole & good_headers(pages, self._shared.directory.nonce) & same_records(found, wanted)
+        for i in np.flatnonzero(right).tolist():
+            length = int(found["length"][i])
+            start = int(group.job.at[group.which[i]])
+            payload = plan.copies[i][:length] if i in plan.copies else group.job.memory[start : start + length]
+            right[i] = digest(payload) == found["digest"][i].tobytes()
+            if right[i] and i in plan.copies:
+                np.copyto(group.job.memory[start : start + length], np.frombuffer(plan.copies[i], np.uint8)[:length])
+        outcomes = np.where(right, Outcome.OK, np.where(whole, Outcome.MISMATCH, Outcome.TRUNCATED)).astype(np.uint8)
+        return outcomes, found
+
+    def _note_health(self, error: OSError | None, outcomes: Outcomes) -> None:
+        with self._shared.lock:
+            health = self._shared.health
+            if error is not None:
+                health.read_failed(trouble_of(error), self._shared.options.read_errors_until_off)
+            elif (outcomes == Outcome.OK).any():
+                health.read_worked()
+            off = health.reads_off is not None
+        if off:
+            self.drop_all(Outcome.TIER_OFF)
+
+    def _drop(self, which: Callable[[_Group], bool], outcome: Outcome) -> None:
+        shared = self._shared
+        with shared.lock:
+            dropped = [group for group in self._queue if which(group)]
+            self._queue = deque(group for group in self._queue if not which(group))
+            shared.reads_pending -= len(dropped)
+            for group in dropped:
+                self.queued_bytes -= int(group.job.entries["length"][group.which].sum(dtype=np.int64))
+            shared.lock.notify_all()
+        for group in dropped:
+            wanted = group.job.entries[group.which]
+            self._end(group, np.full(len(wanted), outcome, np.uint8), wanted)
+
+    def _end(self, group: _Group, outcomes: Outcomes, entries: Entries) -> None:
+        job = group.job
+        with job.turn:
+            job.left -= len(group.which)
+            with self._shared.lock:
+                for outcome in outcomes.tolist():
+                    self._shared.counters.reads[Outcome(outcome)] += 1
+            job.done(Ended(job.job, np.array(group.which), outcomes, entries, job.left))
+
+
+def group_neighbours(entries: Entries, most_bytes: int) -> list[list[int]]:
+    """Cut records into groups that one call can read; the group with the earliest record comes first."""
+    order = np.lexsort((entries["page"], entries["segment"])).tolist()
+    segments, pages, lengths = (entries[name].tolist() for name in ("segment", "page", "length"))
+    sizes = record_pages(entries).tolist()
+    groups: list[list[int]] = []
+    total = 0
+    for i in order:
+        last = groups[-1][-1] if groups else None
+        gap = -1 if last is None or segments[last] != segments[i] else (pages[i] - pages[last] - sizes[last]) * PAGE
+        if 0 <= gap <= _LARGEST_GAP and total + lengths[i] <= most_bytes and len(groups[-1]) < _MOST_IN_GROUP:
+            groups[-1].append(i)
+            total += lengths[i]
+        else:
+            groups.append([i])
+            total = lengths[i]
+    return sorted(groups, key=min)
+
+
+def wanted_entries(count: int) -> Entries:
+    """ENTRY[count] of zeros, to be filled in."""
+    return np.zeros(count, ENTRY)

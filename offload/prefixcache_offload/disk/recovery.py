@@ -1,0 +1,202 @@
+"""Rebuilds what is on disk after a restart: one segment at a time, newest first, from footers where they are good.
+
+Newest first makes an answer final at once: a tombstone lies behind everything it revokes, so no segment that is still
+unread can revoke a record that was told. Of two records of one name the newer is told, the other counted. Whether a
+block can be served (is its whole chain known) is for the caller to say; `orphans` helps.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from prefixcache_offload.disk.records import (
+    ENTRY,
+    KEY_BYTES,
+    PAGE,
+    Bytes,
+    Entries,
+    Kind,
+    digest,
+    good_headers,
+    headers_over,
+    pages_of,
+    read_footer,
+    read_trailer,
+)
+from prefixcache_offload.disk.scan import scan
+from prefixcache_offload.disk.seam import read_fully, scratch
+from prefixcache_offload.disk.seen import Seen
+from prefixcache_offload.disk.segments import Segment, Stage
+from prefixcache_offload.disk.shared import Shared
+from prefixcache_offload.disk.tail import seal_file
+from prefixcache_offload.disk.tombstones import Tombstone
+
+_TAIL_BYTES = 64 << 10
+
+
+class Recovered(NamedTuple):
+    """entries: ENTRY[n] of blocks of one segment, newest sequence first. left: segments still unread."""
+
+    segment: int
+    entries: Entries
+    left: int
+
+
+@dataclass
+class RecoveryCounters:
+    """What a restart found."""
+
+    segments: int = 0
+    records: int = 0
+    scanned: int = 0
+    """Segments without a good footer."""
+    torn: int = 0
+    holes: int = 0
+    revoked: int = 0
+    superseded: int = 0
+    unreadable: int = 0
+    """Segments that could not be read now; they stay, take room, and can be freed."""
+    emptied: int = 0
+    """Segments in which nothing was left; their files are gone."""
+
+
+class Recovery:
+    """One pass over the segments of earlier runs. Run it on one thread; reads, writes and freeing go on beside it."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._seen = Seen()
+        self._sealed = False
+        """Whether the segment now in hand has a good footer."""
+        self.counters = RecoveryCounters()
+
+    def __iter__(self) -> Iterator[Recovered]:
+        shared = self._shared
+        with shared.lock:
+            found = [s.number for s in shared.table.by_number.values() if s.stage is Stage.FOUND]
+        found.sort(reverse=True)
+        for place, number in enumerate(found):
+            with shared.lock:
+                segment = shared.table.hold(number)
+            if segment is None:
+                continue
+            try:
+                entries = self._segment(segment)
+            finally:
+                with shared.lock:
+                    fds = shared.table.let_go(segment)
+                shared.close_fds(fds)
+            yield Recovered(number, entries, len(found) - place - 1)
+
+    def _segment(self, segment: Segment) -> Entries:
+        """The live blocks of one held segment."""
+        self.counters.segments += 1
+        self._sealed = False
+        try:
+            entries = self._entries(segment)
+            self._learn_tombstones(segment, entries)
+        except OSError:
+            self.counters.unreadable += 1
+            with self._shared.lock:
+                segment.stage = Stage.UNSEALED if segment.stage is Stage.FOUND else segment.stage
+            return np.zeros(0, ENTRY)
+        blocks = entries[entries["kind"] == Kind.BLOCK]
+        blocks = blocks[np.argsort(blocks["sequence"], kind="stable")[::-1]]
+        self.counters.records += len(blocks)
+        with self._shared.lock:
+            revoked = self._shared.tombstones.revoked(blocks)
+            left: Entries = blocks[~revoked]
+            new = self._seen.add_new(left)
+            left = left[new]
+            segment.note(left)
+            if segment.stage is Stage.FOUND:
+                segment.stage = Stage.SEALED if self._sealed else Stage.UNSEALED
+            if len(entries):
+                segment.first_sequence = int(entries["sequence"].min())
+        self.counters.revoked += int(revoked.sum())
+        self.counters.superseded += int((~new).sum())
+        if not len(entries):
+            self._remove(segment)
+        return left
+
+    def _entries(self, segment: Segment) -> Entries:
+        """From the footer, or from a scan; the segment is sealed after that if it can be. Raises OSError."""
+        shared = self._shared
+        fd = shared.table.fd(segment)
+        entries = self._footer(segment, fd)
+        if entries is not None:
+            self._sealed = True
+            return entries
+        self.counters.scanned += 1
+        found = scan(shared.disk, fd, segment.number, shared.directory.nonce)
+        self.counters.torn += found.torn
+        self.counters.holes += found.holes
+        if len(found.entries):
+            self._seal(segment, found.entries, found.end_page)
+        return found.entries
+
+    def _footer(self, segment: Segment, fd: int) -> Entries | None:
+        shared, size = self._shared, segment.size_bytes
+        if size < PAGE or size % PAGE:
+            return None
+        tail_bytes = min(size, _TAIL_BYTES)
+        tail = self._read(fd, size - tail_bytes, tail_bytes)
+        if tail.size < tail_bytes:
+            return None
+        trailer = read_trailer(tail[-PAGE:], segment.number, size, shared.directory.nonce)
+        if trailer is None:
+            return None
+        start = int(trailer["footer_page"]) * PAGE
+        if start >= size - tail_bytes:
+            raw = tail[start - (size - tail_bytes) : -PAGE]
+        else:
+            raw = self._read(fd, start, size - PAGE - start)
+        return read_footer(raw, trailer)
+
+    def _read(self, fd: int, offset: int, size_bytes: int) -> Bytes:
+        buffer = scratch(size_bytes)
+        got = read_fully(self._shared.disk, fd, [buffer], offset)
+        return np.frombuffer(buffer, np.uint8)[:got]
+
+    def _seal(self, segment: Segment, entries: Entries, end_page: int) -> None:
+        """Spare the next start the scan; where that fails (read-only, full), it scans again."""
+        shared = self._shared
+        try:
+            size = seal_file(shared, segment, entries, end_page)
+        except OSError:
+            shared.counters.seals_failed += 1
+            return
+        with shared.lock:
+            shared.table.resized(segment, size)
+        self._sealed = True
+
+    def _learn_tombstones(self, segment: Segment, entries: Entries) -> None:
+        """Read the payloads of a segment's tombstones and put them in force. Raises OSError."""
+        for entry in entries[entries["kind"] == Kind.TOMBSTONE]:
+            length = int(entry["length"])
+            raw = self._read(self._shared.table.fd(segment), int(entry["page"]) * PAGE, PAGE * (1 + pages_of(length)))
+            payload = raw[PAGE : PAGE + length]
+            if raw.size < PAGE or not self._same(raw[:PAGE], entry) or digest(payload) != entry["digest"].tobytes():
+                # What it named is lost: better to forget the whole namespace than to bring back what was cleared.
+                self.counters.torn += 1
+                payload = payload[:0]
+            keys = payload.reshape(-1, KEY_BYTES).copy()
+            with self._shared.lock:
+                self._shared.tombstones.add(
+                    Tombstone(int(entry["revokes"]), int(entry["namespace"]), keys, segment.number)
+                )
+
+    def _same(self, page: Bytes, entry: np.void) -> bool:
+        return bool(good_headers(page, self._shared.directory.nonce)[0]) and headers_over(page)["entry"][0] == entry
+
+    def _remove(self, segment: Segment) -> None:
+        """Nothing is in it: give its room back."""
+        with self._shared.lock:
+            self._shared.table.remove(segment)
+        try:
+            self._shared.table.unlink(segment)
+        except OSError:
+            self._shared.counters.files_left += 1
+        self.counters.emptied += 1

@@ -1,0 +1,309 @@
+"""Appends records to the open segment: a bounded queue, batches of one large call each, footers when a segment is full.
+
+Any number of threads call `step`. Places and sequence numbers are given out under the lock in the queue's order, so the
+order in the log is the order of the sequence. What has returned OK has left this process: it survives kill -9. It
+survives a power cut once its segment is sealed or `Tail.sync` came back. A segment in which a call failed is closed.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import NamedTuple
+
+import numpy as np
+
+from prefixcache_offload.disk.outcomes import Outcome, outcome_of, trouble_of
+from prefixcache_offload.disk.records import (
+    PAGE,
+    Bytes,
+    Entries,
+    Kind,
+    digest,
+    footer_bytes,
+    pages_of,
+    write_headers,
+)
+from prefixcache_offload.disk.seam import scratch, write_fully
+from prefixcache_offload.disk.segments import Segment, Stage
+from prefixcache_offload.disk.shared import Done, Ended, Indexes, Outcomes, Shared
+from prefixcache_offload.disk.tail import Tail
+
+_MOST_IN_BATCH = 128
+
+
+@dataclass(eq=False, slots=True)
+class WriteJob:
+    """Records to append. entries: ENTRY[n], the writer's own copy; digested: whether their digests are filled in.
+    again: they are kept from a segment being freed, so they go first and may use the reserve."""
+
+    job: int
+    memory: Bytes
+    at: Indexes
+    entries: Entries
+    done: Done
+    digested: bool = False
+    again: bool = False
+    admitted: Callable[[Entries], None] | None = None
+    """Called with the lock held when the sequence numbers are drawn."""
+    left: int = 0
+    turn: RLock = field(default_factory=RLock)
+    """Held around each call of `done`, so that the call with nothing left comes last."""
+
+
+class _Item(NamedTuple):
+    job: WriteJob
+    which: int
+    length: int
+    pages: int
+
+
+class _Batch(NamedTuple):
+    segment: Segment
+    items: list[_Item]
+    entries: Entries
+
+
+class Writer:
+    """The write side of the tier."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self.tail = Tail(shared, self.fail)
+        self._queue: deque[_Item] = deque()
+        self._again: deque[_Item] = deque()
+        self._queued_bytes = 0
+        self._opening = False
+        self._active: list[int] = []
+        """First sequence numbers of the batches in the kernel."""
+
+    @property
+    def queued_bytes(self) -> int:
+        """Payload that waits."""
+        return self._queued_bytes
+
+    def submit(self, job: WriteJob) -> None:
+        """Take a job. What does not fit in the queue, or in a segment at all, ends here and now."""
+        shared, entries = self._shared, job.entries
+        job.left = len(entries)
+        with shared.lock:
+            revoked = shared.tombstones.revoked(entries) if job.again else np.zeros(len(entries), np.bool_)
+            first = shared.draw_sequences(len(entries))
+            entries["sequence"] = np.arange(first, first + len(entries), dtype=np.uint64)
+            fresh = (entries["kind"] == Kind.TOMBSTONE) & (entries["revokes"] == 0)
+            entries["revokes"][fresh] = entries["sequence"][fresh]
+            if job.admitted is not None:
+                job.admitted(entries)
+            refusals = [self._admit(job, i, gone=bool(gone)) for i, gone in enumerate(revoked)]
+            shared.lock.notify_all()
+        outcomes = np.array(refusals, np.uint8)
+        refused = np.flatnonzero(outcomes)
+        if refused.size:
+            self._end(job, refused, outcomes[refused])
+
+    def _admit(self, job: WriteJob, which: int, *, gone: bool) -> Outcome:
+        """Queue a record and answer OK, or why it may not be queued."""
+        shared, options = self._shared, self._shared.options
+        length, kind = int(job.entries["length"][which]), int(job.entries["kind"][which])
+        if shared.closing:
+            return Outcome.SHUT_DOWN
+        if shared.health.writes_off is not None:
+            return Outcome.TIER_OFF
+        if gone and kind == Kind.BLOCK:
+            return Outcome.REVOKED
+        if length > options.new_segment_bytes - footer_bytes(1) - PAGE:
+            return Outcome.NO_ROOM
+        must = job.again or kind == Kind.TOMBSTONE
+        if not must and self._queued_bytes + length > max(options.queue_bytes, length):
+            return Outcome.QUEUE_FULL
+        self._queued_bytes += length
+        (self._again if job.again else self._queue).append(_Item(job, which, length, 1 + pages_of(length)))
+        return Outcome.OK
+
+    def wait_for_work(self) -> bool:
+        """Block until `step` may have something to do; False once the tier closes. Lets reads go first for a while."""
+        shared = self._shared
+        with shared.lock:
+            shared.lock.wait_for(lambda: shared.closing or self._waiting())
+            if shared.reads_pending and not shared.closing:
+                shared.lock.wait_for(
+                    lambda: not shared.reads_pending or shared.closing, timeout=shared.options.write_patience_s
+                )
+            return not shared.closing or bool(self._queue or self._again)
+
+    def _waiting(self) -> bool:
+        return bool(self._queue or self._again) and not self._opening
+
+    def step(self) -> bool:
+        """Do one thing: write one batch, or make room for it. False if there was nothing to do."""
+        with self._shared.lock:
+            queue = self._again or self._queue
+            if not queue or self._opening:
+                return False
+            segment = self.tail.open
+            if segment is None or not segment.fits(queue[0].pages, 1):
+                batch = None
+                self._opening = True
+            else:
+                batch = self._take(segment, queue)
+        if batch is None:
+            self._roll()
+        else:
+            self._execute(batch)
+        return True
+
+    def _take(self, segment: Segment, queue: deque[_Item]) -> _Batch:
+        """Batch up what comes next, and give it its places."""
+        items: list[_Item] = []
+        size = 0
+        while queue and len(items) < _MOST_IN_BATCH:
+            item = queue[0]
+            if items and (size + item.length > self._shared.options.batch_bytes or not segment.fits(item.pages, 1)):
+                break
+            size += item.length
+            items.append(queue.popleft())
+            job = item.job
+            job.entries["segment"][item.which] = segment.number
+            job.entries["page"][item.which] = segment.promise(item.pages, 1)
+        self._queued_bytes -= size
+        self._active.append(int(items[0].job.entries["sequence"][items[0].which]))
+        segment.writes += 1
+        return _Batch(segment, items, np.concatenate([i.job.entries[i.which : i.which + 1] for i in items]))
+
+    # --- one batch -------------------------------------------------------------------------------------------------
+
+    def _execute(self, batch: _Batch) -> None:
+        shared = self._shared
+        for i, item in enumerate(batch.items):
+            if not item.job.digested:
+                start = int(item.job.at[item.which])
+                made = digest(item.job.memory[start : start + item.length])
+                batch.entries["digest"][i] = np.frombuffer(made, np.uint8)
+        buffers = self._buffers(batch)
+        size = sum(b.nbytes for b in buffers)
+        outcome: Outcome = Outcome.OK
+        error: OSError | None = None
+        with shared.calling(tuple({item.job.job for item in batch.items})) as call:
+            try:
+                write_fully(shared.disk, shared.table.fd(batch.segment), buffers, int(batch.entries["page"][0]) * PAGE)
+            except OSError as failed:
+                error = failed
+                outcome = outcome_of(trouble_of(failed))
+        with shared.lock:
+            shared.counters.write_seconds += shared.clock() - call.started
+            shared.counters.write_calls += 1
+            shared.counters.device_bytes += size if error is None else 0
+            self._written(batch, ok=error is None)
+        if error is not None:
+            self.fail(error)
+        self._end_batch(batch, outcome)
+        self.tail.settle(batch.segment)
+
+    def _buffers(self, batch: _Batch) -> list[memoryview]:
+        """Header, payload, header, payload: the payload where it lies if direct calls accept it there."""
+        headers = scratch(PAGE * len(batch.items))
+        write_headers(np.frombuffer(headers, np.uint8), batch.entries, self._shared.directory.nonce)
+        buffers: list[memoryview] = []
+        for i, item in enumerate(batch.items):
+            start, rounded = int(item.job.at[item.which]), pages_of(item.length) * PAGE
+            buffers.append(headers[i * PAGE : (i + 1) * PAGE])
+            memory = item.job.memory
+            if rounded and not (memory.ctypes.data + start) % PAGE and start + rounded <= memory.size:
+                buffers.append(memory[start : start + rounded].data)
+            elif rounded:
+                copy = scratch(rounded)
+                np.copyto(np.frombuffer(copy, np.uint8)[: item.length], memory[start : start + item.length])
+                buffers.append(copy)
+        return buffers
+
+    def _written(self, batch: _Batch, *, ok: bool) -> None:
+        """Count a batch that came back; the lock is held."""
+        shared = self._shared
+        self._active.remove(int(batch.entries["sequence"][0]))
+        batch.segment.writes -= 1
+        if not ok:
+            self.tail.leave(batch.segment)
+        elif batch.segment.stage is not Stage.FREED:
+            batch.segment.add(batch.entries)
+            batch.segment.dirty = True
+        if ok:
+            for item in batch.items:
+                if item.job.again:
+                    shared.counters.again_bytes += item.length
+                else:
+                    shared.counters.written_bytes += item.length
+        shared.lock.notify_all()
+
+    def _end_batch(self, batch: _Batch, outcome: Outcome) -> None:
+        for i, item in enumerate(batch.items):
+            item.job.entries["digest"][item.which] = batch.entries["digest"][i]
+        self._end_all(batch.items, outcome)
+
+    def _end(self, job: WriteJob, index: Indexes, outcomes: Outcomes) -> None:
+        with job.turn:
+            job.left -= len(index)
+            with self._shared.lock:
+                for outcome in outcomes.tolist():
+                    self._shared.counters.writes[Outcome(outcome)] += 1
+            job.done(Ended(job.job, index, outcomes, job.entries[index], job.left))
+
+    # --- segments --------------------------------------------------------------------------------------------------
+
+    def _roll(self) -> None:
+        """Open the next segment for the record that does not fit, or end that record if the cap forbids it."""
+        shared = self._shared
+        with shared.lock:
+            fresh, dropped = self._next_segment()
+        try:
+            if fresh is not None:
+                self.tail.replace(fresh)
+        except OSError as error:
+            self.fail(error)
+        finally:
+            with shared.lock:
+                self._opening = False
+                shared.lock.notify_all()
+        self._end_all(dropped, Outcome.NO_ROOM)
+
+    def _next_segment(self) -> tuple[Segment | None, list[_Item]]:
+        """(a segment that the cap allows, or None and the record that has to go); the lock is held."""
+        queue = self._again or self._queue
+        if not queue:
+            return None, []
+        urgent = queue is self._again or queue[0].job.entries["kind"][queue[0].which] == Kind.TOMBSTONE
+        if self._shared.table.may_add(reserve=bool(urgent)):
+            return self._shared.table.begin(), []
+        dropped = queue.popleft()
+        self._queued_bytes -= dropped.length
+        return None, [dropped]
+
+    # --- trouble, flush, end ---------------------------------------------------------------------------------------
+
+    def fail(self, error: OSError) -> None:
+        """Turn off what this error says, and end what waits."""
+        with self._shared.lock:
+            self._shared.health.fail(trouble_of(error))
+        self.drop_all(Outcome.TIER_OFF)
+
+    def drop_all(self, outcome: Outcome) -> None:
+        """End everything that waits."""
+        with self._shared.lock:
+            dropped = [*self._again, *self._queue]
+            self._again.clear()
+            self._queue.clear()
+            self._queued_bytes = 0
+            self._shared.lock.notify_all()
+        self._end_all(dropped, outcome)
+
+    def _end_all(self, items: list[_Item], outcome: Outcome) -> None:
+        """End these records alike, with one call per job."""
+        by_job: dict[WriteJob, list[int]] = {}
+        for item in items:
+            by_job.setdefault(item.job, []).append(item.which)
+        for job, index in by_job.items():
+            self._end(job, np.array(index), np.full(len(index), outcome, np.uint8))
+
+    def has_ended(self, sequence: int) -> bool:
+        """Whether everything submitted up to this sequence number has ended; the lock is held."""
+        heads = [int(q[0].job.entries["sequence"][q[0].which]) for q in (self._again, self._queue) if q]
+        return all(waiting > sequence for waiting in (*heads, *self._active))

@@ -279,3 +279,42 @@ def test_evicted_blocks_are_misses(model: Any) -> None:
     assert torch.equal(generate(cache, ids), plain(model, ids))
     assert cache.stats.reused - before == 3 * BLOCK
     assert WINDOW > 2 * BLOCK  # so the sliding groups needed blocks before the hole
+
+
+def test_prompt_only_remembers_no_generated_states() -> None:
+    """A long answer must not keep what a sliding layer has forgotten."""
+    model = tiny_model("gemma3")
+    ids = prompt(50, 45)
+    for prompt_only, held in ((True, 50), (False, 50 + 30 - 1)):
+        cache, _ = cached(model, prompt_only=prompt_only)
+        output = generate(cache, ids, tokens=30, return_dict_in_generate=True)
+        states = getattr(output, cache._generate_keyword)
+        assert sum(keys.shape[2] for keys, _ in states.layers[0].recorded) == held
+        assert states.layers[0].keys.shape[2] == WINDOW - 1
+
+
+def test_older_gemma_checkpoints_ask_for_a_cache_they_do_not_get() -> None:
+    model = tiny_model("gemma3")
+    model.generation_config.cache_implementation = "hybrid"
+    ids = prompt(4 * BLOCK + 3, 46)
+    cache, _ = cached(model)
+    for _ in range(2):
+        assert torch.equal(generate(cache, ids), plain(model, ids))
+    assert cache.stats.reused == 4 * BLOCK
+
+
+def test_a_defect_in_storing_is_told_and_no_request_fails(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Defective:
+        """A store that breaks its contract."""
+
+        def __init__(self, inner: BlockStore) -> None:
+            self.acquire = inner.acquire
+
+        def store(self, keys: bytes, parts: Any) -> int:
+            raise KeyError("not among the failures a store may have")
+
+    cache, _ = cached(llama, Opener(Defective))
+    ids = prompt(50, 47)
+    assert torch.equal(generate(cache, ids), plain(llama, ids))
+    assert cache.stats.reasons == {"store_defect": 1}
+    assert "storing failed" in caplog.text

@@ -19,6 +19,7 @@ from typing import Final
 
 from prefixcache.core import events as e
 from prefixcache.core.ids import HOST_POOL
+from prefixcache.core.leases import known_digest
 from prefixcache.core.planner import Planner
 from prefixcache.core.spec import Limits, PlannerConfig, PoolSpec
 from prefixcache.server import http, logs, signals, units, wiring
@@ -85,6 +86,7 @@ class Daemon:
             {HOST_POOL: self.memory.pool},
             local_channel=self.place.local_path,
             is_growing=self.memory.is_growing,
+            digest_of=self._digest_of,
             blocks_of=lambda namespace: self.planner.state.namespaces[namespace].table.used,
         )
         wiring.follow_ends(self.executor.orders, self.shell)
@@ -99,6 +101,12 @@ class Daemon:
         self._http: http.HttpServer | None = None
         self._local_thread: threading.Thread | None = None
         self._local: LocalChannel | None = None
+
+    def _digest_of(self, lease_id: bytes, part: int, block: int, generation: int) -> bytes:
+        """The checksum of a leased block's part, where it is known."""
+        with self.owner.lock:
+            lease = self.planner.state.leases.get(lease_id)
+            return known_digest(lease, part, block, generation) if lease is not None else b""
 
     @property
     def addresses(self) -> list[str]:

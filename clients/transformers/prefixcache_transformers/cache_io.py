@@ -54,8 +54,10 @@ def restore(
                 targets.setdefault(number, []).append(PartBlocks(part, piece.start, buffer.targets(index, piece)))
         if not all(row.leases[number].copy_to(wanted) for number, wanted in targets.items()):
             return False
-    for buffer, device in zip(parts, shape.devices, strict=True):
-        for layer, (keys, values) in zip(buffer.group.layers, buffer.states(device), strict=True):
+    # All of it first: a device without room for the last layer must not leave a cache that is half filled.
+    states = [list(buffer.states(device)) for buffer, device in zip(parts, shape.devices, strict=True)]
+    for group, layers in zip(shape.layout.groups, states, strict=True):
+        for layer, (keys, values) in zip(group.layers, layers, strict=True):
             compat.fill_layer(cache.layers[layer], keys, values, column)
     return True
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from prefixcache_transformers import cache_io
 from prefixcache_transformers.block_store import BlockStore
 
 from .tiny_models import BLOCK, STYLES, WINDOW, Opener, cached, left_padded, plain, prompt, tiny_model
@@ -266,6 +267,25 @@ def test_failing_store_changes_no_output(model: Any, fault: str) -> None:
     assert torch.equal(generate(broken, ids), plain(model, ids))
     assert broken.stats.reused == (0 if fault in ("acquire", "copy_to", "lost") else 4 * BLOCK)
     assert sum(broken.stats.reasons.values()) == 1 or fault == "store"
+
+
+def test_no_room_for_the_last_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that runs out of memory half-way through a restore: everything is computed, nothing half restored."""
+    model = tiny_model("gemma3")
+    ids = prompt(4 * BLOCK + 5, 48)
+    cache, _ = cached(model)
+    generate(cache, ids)
+    states = cache_io._GroupBuffer.states
+
+    def full(self: Any, device: torch.device) -> Any:
+        if self.group.window_tokens == 0:
+            raise torch.OutOfMemoryError("out of memory")
+        return states(self, device)
+
+    monkeypatch.setattr(cache_io._GroupBuffer, "states", full)
+    assert torch.equal(generate(cache, ids), plain(model, ids))
+    assert cache.stats.reasons == {"store_failed": 1}
+    assert cache.stats.reused == 0
 
 
 def test_evicted_blocks_are_misses(model: Any) -> None:

@@ -52,65 +52,67 @@ class Acquiring:
         if space.foreign is not None:
             self.foreign.acquire(event, session, space, now, out)
             return
-        keys = event.keys
-        path = space.tree.walk(keys)
-        key_blocks = len(keys) // KEY_BYTES
+        path = space.tree.walk(event.keys)
         from_block = event.from_block
         limit = path.blocks if event.max_blocks is None else min(path.blocks, from_block + event.max_blocks)
-        end = limit
+        end, wish = limit, None
         if space.optional_parts or space.table.unverified:
-            rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
-            end = space.restorable(rows, from_block, limit)
-            if space.table.unverified and self.checks.hold(event, space, rows[from_block:end], out):
+            end = self._restorable(event, space, path, limit, out)
+            if end < 0:
                 return
-        wish = None
-        if space.cold_blocks and self.loader is not None and end > from_block:
-            wish = self.loader.plan(event, space, path, end, now, out)
-            path, end = space.tree.walk(keys), wish.end
-            if wish.loads and self.demoter is not None:
-                self.demoter.refill(now, out)
-                path = space.tree.walk(keys)
-        tokens = space.block_tokens
+        if space.cold_blocks:
+            path, end, wish = self._plan_loads(event, space, path, end, now, out)
+        key_blocks = len(event.keys) // KEY_BYTES
         state.stats.acquires += 1
-        total = event.prompt_tokens
+        tokens, total = space.block_tokens, event.prompt_tokens
         space.tokens.look_up(total - from_block * tokens, total - key_blocks * tokens)
-        stop = None
-        if end < key_blocks:
-            stop = self._count_misses(space, path, event, (end, limit), wish.stop if wish is not None else None)
-        planned = max(0, end - from_block)
-        if end < path.blocks or not planned:
+        stop = self._count_misses(space, path, event, (end, limit), wish)
+        if end < path.blocks or end <= from_block:
             self._touch(space, path)  # no lease holds all of it
-        if not planned:
+        if end <= from_block:
             out.append(Acquired(lease_id, from_block, 0, 0, (), stop, (0, 0, 0, 0), now))
             return
-        expires_at = now + state.clipped_ttl(event.ttl_s)
-        if wish is not None and wish.cold is not None:
-            reply = self._partly_cold(event, space, path, wish, stop, expires_at)
-        else:
-            runs = self._runs(space, path, from_block, end)
-            by_tier = (0, planned * tokens, 0, 0)
-            reply = Acquired(lease_id, from_block, planned, planned, runs, stop, by_tier, expires_at)
+        reply = self._promise(event, space, path, end, wish)
+        reply.stop, reply.expires_at = stop, now + state.clipped_ttl(event.ttl_s)
         lease = Lease(lease_id, event.session, space, reply)
         self.remover.pin(_node_at(path, end), end, lease.pins)
         begin_lease(state, session, lease, out)
-        if wish is not None and wish.cold is not None and self.loader is not None:
-            lease.cold = wish.cold
-            self.loader.wait(lease, wish)
+        if wish is not None:
+            wish.give(lease)
 
-    def _partly_cold(
-        self, event: AcquireRequested, space: Namespace, path: Path, wish: Wish, stop: Miss | None, expires_at: float
-    ) -> Acquired:
-        """The answer where some blocks still have to come: what is ready ends at the first of them."""
-        assert wish.cold is not None
+    def _restorable(self, event: AcquireRequested, space: Namespace, path: Path, limit: int, out: list[Command]) -> int:
+        """How many blocks can be restored; -1 where that is answered later, as bytes must be verified first."""
+        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
+        end = space.restorable(rows, event.from_block, limit)
+        if space.table.unverified and self.checks.hold(event, space, rows[event.from_block : end], out):
+            return -1
+        return end
+
+    def _plan_loads(
+        self, event: AcquireRequested, space: Namespace, path: Path, end: int, now: float, out: list[Command]
+    ) -> tuple[Path, int, Wish | None]:  # fmt: skip
+        """Some blocks are on disk only: what of the path can be promised, with the loads for it begun. The path is
+        another one after that."""
+        if end <= event.from_block or self.loader is None or self.demoter is None:
+            return path, end, None
+        wish = self.loader.plan(event, space, path, end, now, out)
+        if wish.loads:
+            self.demoter.refill(now, out)
+        return space.tree.walk(event.keys), wish.end, wish
+
+    def _promise(self, event: AcquireRequested, space: Namespace, path: Path, end: int, wish: Wish | None) -> Acquired:
+        """The answer but for stop and time. Where blocks still have to come, what is ready ends at the first."""
         first = event.from_block
+        tokens = space.block_tokens
+        planned = end - first
+        if wish is None or wish.cold is None:
+            runs = self._runs(space, path, first, end)
+            return Acquired(event.lease, first, planned, planned, runs, None, (0, planned * tokens, 0, 0), 0.0)
         ready = int(np.argmax(wish.cold))
-        on_disk = int(np.count_nonzero(wish.cold)) * space.block_tokens
-        planned = wish.end - first
+        on_disk = int(np.count_nonzero(wish.cold)) * tokens
         runs = self._runs(space, path, first, first + ready) if ready else ()
-        by_tier = (0, planned * space.block_tokens - on_disk, on_disk, 0)
-        return Acquired(
-            event.lease, first, planned, ready, runs, stop, by_tier, expires_at, eta_s=wish.eta_s
-        )  # fmt: skip
+        by_tier = (0, planned * tokens - on_disk, on_disk, 0)
+        return Acquired(event.lease, first, planned, ready, runs, None, by_tier, 0.0, eta_s=wish.eta_s)
 
     def lookup(self, event: LookupRequested, out: list[Command]) -> None:
         state = self.state
@@ -243,10 +245,14 @@ class Acquiring:
         return tuple(runs)
 
     def _count_misses(
-        self, space: Namespace, path: Path, event: AcquireRequested, ends: tuple[int, int], cut: Miss | None
-    ) -> Miss:
-        """Counts the blocks behind the planned ones by reason; answers the first reason. ends: (planned, limit); cut:
-        why what is stored up to the limit is not planned, where it is not a gap."""
+        self, space: Namespace, path: Path, event: AcquireRequested, ends: tuple[int, int], wish: Wish | None
+    ) -> Miss | None:
+        """Counts the blocks behind the planned ones by reason; answers the first reason, None where there are none.
+
+        ends: (planned, limit); wish: says why what is stored up to the limit is not planned, where it is not a gap."""
+        if ends[0] * KEY_BYTES >= len(event.keys):
+            return None
+        cut = wish.stop if wish is not None else None
         end, limit = max(ends[0], event.from_block), max(ends[1], event.from_block)
         matched = max(path.blocks, event.from_block)
         tokens = space.block_tokens

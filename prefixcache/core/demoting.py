@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prefixcache.core.commands import Command, Records, WriteRecords
 from prefixcache.core.events import RecordsWritten, WriteEnd
@@ -179,14 +180,7 @@ class Demoter:
         if not space.on_disk or not path.nodes or path.nodes[0].start or node.state == DETACHED:
             return 0
         rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
-        table = space.table
-        wanted = ~table.is_clean(rows) & (table.parts[0].slots[rows] != NO_SLOT)
-        if space.writing:
-            under_way = {row for row, _ in space.writing}
-            wanted &= np.array([row not in under_way for row in rows.tolist()], np.bool_)
-        trusted = table.is_trusted(rows)
-        if not trusted.all():
-            wanted[int(np.argmin(trusted)) :] = False
+        wanted = self._wanted(space, rows)
         room = min(self.spec.job_bytes, max(self.most_bytes - self.writing_bytes, 0))
         places = np.flatnonzero(wanted)[: max(1, room // sum(space.strides))]
         if not len(places):
@@ -208,7 +202,20 @@ class Demoter:
         out.append(WriteRecords(number, self.state.host_pool, records))
         return len(places)
 
-    def _records(self, space: Namespace, rows: Rows, places: np.ndarray, keys: bytes) -> Records:
+    def _wanted(self, space: Namespace, rows: Rows) -> NDArray[np.bool_]:
+        """bool[n]: which blocks of a path are in memory only, and not on their way; nothing behind bytes that nobody
+        has verified yet."""
+        table = space.table
+        wanted: NDArray[np.bool_] = ~table.is_clean(rows) & (table.parts[0].slots[rows] != NO_SLOT)
+        if space.writing:
+            under_way = {row for row, _ in space.writing}
+            wanted &= np.array([row not in under_way for row in rows.tolist()], np.bool_)
+        trusted = table.is_trusted(rows)
+        if not trusted.all():
+            wanted[int(np.argmin(trusted)) :] = False
+        return wanted
+
+    def _records(self, space: Namespace, rows: Rows, places: NDArray[np.int64], keys: bytes) -> Records:
         """What lacks a record of the blocks at `places` of a path, block by block, part by part."""
         table = space.table
         lacking = [places[part.segments[rows[places]] == NO_SEGMENT] for part in table.parts]

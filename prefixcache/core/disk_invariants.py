@@ -13,7 +13,7 @@ from prefixcache.core.loading import Loader
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.planner import Planner
 from prefixcache.core.policy.tiered import TieredLeaves
-from prefixcache.core.radix import DETACHED, NOT_QUEUED, VISIBLE, Node, subtree
+from prefixcache.core.radix import DETACHED, NOT_QUEUED, VISIBLE, Node, Pin, subtree
 from prefixcache.core.table import NO_SEGMENT
 
 
@@ -45,6 +45,19 @@ def check(planner: Planner) -> None:
     if planner.demoter is not None and planner.loader is not None:
         _check_writes(planner, planner.demoter)
         _check_loads(planner, planner.loader)
+
+
+def loading_slots(planner: Planner) -> list[int]:
+    """Slots that belong to reads."""
+    loads = planner.loader.loads.values() if planner.loader is not None else ()
+    return [slot for load in loads for slot in load.held_slots().tolist()]
+
+
+def pins(planner: Planner) -> list[Pin]:
+    """Pins of reads and writes."""
+    loads = planner.loader.loads.values() if planner.loader is not None else ()
+    jobs = planner.demoter.jobs.values() if planner.demoter is not None else ()
+    return [pin for holder in (*loads, *jobs) for pin in holder.pins]
 
 
 def _check_space(space: Namespace, live: Counter[int], clean: Counter[TieredLeaves]) -> None:
@@ -92,19 +105,13 @@ def _check_writes(planner: Planner, demoter: Demoter) -> None:
 def _check_loads(planner: Planner, loader: Loader) -> None:
     """Rules 2 and 3: what is being read has slots of its own, and leases wait only for what is under way."""
     rows: Counter[tuple[int, int]] = Counter()
-    reads: Counter[int] = Counter()
     for load in loader.loads.values():
         must(load.open_records > 0, "a read that ended is kept")
         for row in load.rows[load.front :].tolist():
             rows[load.space.number, row] += 1
             must(load.space.loading.get(row) is load, "a row that is being read is not known to be")
-        count = len(load.slots)
-        for place, left in enumerate(load.left.tolist()):
-            if left == count:
-                for segment in load.records.segments[place * count : (place + 1) * count].tolist():
-                    reads[segment] += 1
-        for lease in load.waiters:
-            must(not lease.ended and load in lease.loads, "an ended lease waits for a read")
+        waiters = [not lease.ended and load in lease.loads for lease in load.waiters]
+        must(all(waiters), "an ended lease waits for a read")
     known = sum(len(space.loading) for space in planner.state.namespaces.values())
     must(known == len(rows) and max(rows.values(), default=1) == 1, "rows being read are miscounted")
     for lease in planner.state.leases.values():

@@ -91,8 +91,7 @@ def _check_owners(planner: Planner, views: list[_View]) -> None:
             mine = [slot for slot, at in zip(granted.tolist(), status, strict=True) if at != Entry.SETTLED]
             _own(owned, strides, mine, reservation.space.strides[part])
     owned += planner.mover.held_slots().tolist()
-    if planner.loader is not None:
-        owned += [slot for load in planner.loader.loads.values() for slot in load.held_slots().tolist()]
+    owned += disk_invariants.loading_slots(planner)
     live = {slot for slab in state.host.slabs.values() for slot in state.host.live_slots(slab).tolist()}
     taken = set(owned)
     if len(taken) != len(owned):
@@ -136,23 +135,33 @@ def _check_tree(view: _View) -> None:
     for node in subtree(space.tree.root):
         if node.parent is not None:
             _check_node(space, node, node.parent)
-        for first, child in (node.children or {}).items():
-            _must(child.parent is node, "a child does not know its parent")
-            _must(child.edge[:KEY_BYTES] == first, "a child hangs under a wrong key")
-            _must(space.foreign is not None or child.start == node.end, "a child starts where its parent does not end")
-        _must(node.children is None or node.children, "an empty dict of children")
-        held = sum(child.is_held for child in (node.children or {}).values())
-        _must(node.held == held, f"rule 5: {node.held} children are said to be held, {held} are")
-    for limbo in space.limbo:
+        _check_children(space, node)
+    _check_limbo(view)
+    if space.foreign is not None:
+        indexed = set(space.foreign.by_key.values())
+        attached = {node for node in view.nodes if node.state != DETACHED}
+        _must(indexed == attached, "foreign index and tree differ")
+
+
+def _check_children(space: Namespace, node: Node) -> None:
+    children = node.children or {}
+    for first, child in children.items():
+        _must(child.parent is node, "a child does not know its parent")
+        _must(child.edge[:KEY_BYTES] == first, "a child hangs under a wrong key")
+        _must(space.foreign is not None or child.start == node.end, "a child starts where its parent does not end")
+    _must(node.children is None or children, "an empty dict of children")
+    held = sum(child.is_held for child in children.values())
+    _must(node.held == held, f"rule 5: {node.held} children are said to be held, {held} are")
+
+
+def _check_limbo(view: _View) -> None:
+    """What was cleared while it was leased."""
+    for limbo in view.space.limbo:
         _must(limbo.children, "an empty limbo is kept")
         for node in subtree(limbo):
             _must(node.state == DETACHED, "something in limbo that is not detached")
             pinned = any(below.pins for below in subtree(node))
             _must(pinned, "something in limbo that no pin protects")
-    if space.foreign is not None:
-        indexed = set(space.foreign.by_key.values())
-        attached = {node for node in view.nodes if node.state != DETACHED}
-        _must(indexed == attached, "foreign index and tree differ")
 
 
 def _check_node(space: Namespace, node: Node, parent: Node) -> None:
@@ -241,8 +250,7 @@ def _check_pins(planner: Planner, views: list[_View]) -> None:
     state = planner.state
     held: list[Pin] = [pin for lease in state.leases.values() for pin in lease.pins]
     held += [pin for reservation in state.reservations.values() for pin in reservation.pins]
-    held += [pin for job in (planner.demoter.jobs.values() if planner.demoter else ()) for pin in job.pins]
-    held += [pin for load in (planner.loader.loads.values() if planner.loader else ()) for pin in load.pins]
+    held += disk_invariants.pins(planner)
     on_nodes = [pin for view in views for node in view.nodes for pin in node.pins or ()]
     _must(len(held) == len(on_nodes) and set(held) == set(on_nodes), "pins and their holders differ")
     for pin in held:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixcache.core.commands import Arrived, CancelReads, Command, ReadRecords, Records, Run, SetGenerations
+from prefixcache.core.arriving import tell_waiters
+from prefixcache.core.commands import Arrived, CancelReads, Command, ReadRecords, Records, SetGenerations
 from prefixcache.core.events import AcquireRequested, ArrivalsCancelled, ReadEnd, RecordsRead
-from prefixcache.core.foreign_leases import read_run
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Rows, Slots
 from prefixcache.core.leases import Lease
 from prefixcache.core.meter import ReadMeter
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.radix import DETACHED, ROW_DTYPE, Node, Path, Pin, path_to
+from prefixcache.core.radix import DETACHED, ROW_DTYPE, Node, Path, Pin
 from prefixcache.core.reasons import DiskDrop, Kind, Miss, Refusal
 from prefixcache.core.removal import Remover
 from prefixcache.core.room import RoomMaker
@@ -33,8 +33,8 @@ class Load:
     """One ReadRecords under way: rows in the order of their path; `state` of each, `left` parts still to come."""
 
     __slots__ = (
-        "cancelled", "front", "generation", "left", "number", "pins", "records", "rows", "slots", "space", "state",
-        "waiters",
+        "cancelled", "front", "generation", "left", "lost", "number", "pins", "records", "rows", "slots", "space",
+        "state", "waiters",
     )  # fmt: skip
 
     def __init__(self, number: int, space: Namespace, rows: Rows, slots: dict[int, Slots], generation: int) -> None:
@@ -49,6 +49,7 @@ class Load:
         self.left: NDArray[np.uint8] = np.full(len(rows), len(slots), np.uint8)
         self.front = 0  # rows before it are settled
         self.cancelled = False
+        self.lost = False  # some record was not there, or not whole
         self.records: Records
 
     def held_slots(self) -> Slots:
@@ -74,6 +75,14 @@ class Wish:
         self.eta_s = 0.0
         self.loads: list[Load] = []
 
+    def give(self, lease: Lease) -> None:
+        """The lease waits for these loads."""
+        if self.cold is not None:
+            lease.cold = self.cold
+            lease.loads = self.loads
+            for load in self.loads:
+                load.waiters.append(lease)
+
 
 class Loader:
     """See the module's rules."""
@@ -92,7 +101,7 @@ class Loader:
         self, event: AcquireRequested, space: Namespace, path: Path, end: int, now: float, out: list[Command]
     ) -> Wish:
         """Decides about the cold blocks of `path` below `end` and begins to load them. The caller walks anew after it,
-        pins the answered end at once, and hands the lease to `wait`."""
+        pins the answered end at once, and gives the lease to the wish."""
         first = event.from_block
         wish = Wish(end)
         rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)[:end]
@@ -115,34 +124,33 @@ class Loader:
         if not self.state.disk.reads_on:
             wish.end, wish.stop = hot, Miss.TIER_OFF
             return
-        block_bytes = sum(part.size_bytes for part in space.spec.parts)
         fresh = cold.copy()
         if space.loading:
-            coming = [space.loading.get(row) for row in rows.tolist()]
-            fresh &= np.array([load is None for load in coming], np.bool_)
-            given_up = np.array([load is not None and load.cancelled for load in coming], np.bool_)
-            if given_up.any():  # they end at any moment; until then nobody else can load them
-                wish.end, wish.stop = int(np.argmax(given_up)), Miss.DEADLINE
-                cold[wish.end :] = False
-        wait_s = self.meter.wait_s(now)
-        arrives = wait_s + np.cumsum(fresh) * (block_bytes / self.meter.bytes_per_s)
+            fresh &= self._not_coming(space, rows, cold, wish)
+        arrives = self.meter.wait_s(now) + np.cumsum(fresh) * (space.block_bytes / self.meter.bytes_per_s)
         in_time = arrives[cold] <= event.deadline_s
         if not in_time.all():
             wish.end = int(np.flatnonzero(cold)[int(np.argmin(in_time))])
             wish.stop = Miss.DEADLINE
         computes_s = event.recompute_s_per_token * space.block_tokens
         if computes_s and wish.end > hot:
-            # From the first cold block on, everything would be computed instead. In the long run loading gains or
-            # loses with every block, so it is all or nothing.
+            # From the first cold block on, everything would be computed instead.
             gains = computes_s * np.arange(1, wish.end - hot + 1) - arrives[hot : wish.end]
-            if gains.max() < 0:
-                wish.end, wish.stop = hot, Miss.SLOWER_THAN_RECOMPUTE
-            else:
-                best = hot + int(np.argmax(gains)) + 1
-                if best < wish.end:
-                    wish.end, wish.stop = best, Miss.SLOWER_THAN_RECOMPUTE
+            best = hot + int(np.argmax(gains)) + 1 if gains.max() >= 0 else hot
+            if best < wish.end:
+                wish.end, wish.stop = best, Miss.SLOWER_THAN_RECOMPUTE
         if wish.end > hot:
             wish.eta_s = float(arrives[wish.end - 1])
+
+    def _not_coming(self, space: Namespace, rows: Rows, cold: NDArray[np.bool_], wish: Wish) -> NDArray[np.bool_]:
+        """bool[n]: which rows nobody loads yet. What is being called off ends the wish: it ends at any moment, and
+        until then nobody else can load it."""
+        coming = [space.loading.get(row) for row in rows.tolist()]
+        given_up = np.array([load is not None and load.cancelled for load in coming], np.bool_)
+        if given_up.any():
+            wish.end, wish.stop = int(np.argmax(given_up)), Miss.DEADLINE
+            cold[wish.end :] = False
+        return np.array([load is None for load in coming], np.bool_)
 
     def _begin(
         self, space: Namespace, path: Path, found: tuple[Rows, NDArray[np.bool_]], wish: Wish, now: float,
@@ -157,11 +165,7 @@ class Loader:
         places = np.flatnonzero(cold)
         if space.loading:
             places = places[[row not in space.loading for row in rows[places].tolist()]]
-        block_bytes = sum(space.spec.parts[part].size_bytes for part in range(len(space.strides)))
-        room = max(self.spec.loading_bytes - self.meter.pending_bytes, 0) // block_bytes
-        granted: dict[int, Slots] = {}
-        if len(places) and room:
-            granted = self.room.allocate(space, list(range(len(space.strides))), min(len(places), room), out)
+        granted = self._allocate(space, len(places), out)
         got = len(granted[0]) if granted else 0
         if got < len(places):
             wish.end, wish.stop = int(places[got]), Miss.POOL_FULL
@@ -171,6 +175,13 @@ class Loader:
             wish.loads.append(self._read(space, (rows, places, keys), granted, pins, now, out))
         else:
             self.remover.unpin_all(pins)
+
+    def _allocate(self, space: Namespace, blocks: int, out: list[Command]) -> dict[int, Slots]:
+        """Slots by part for up to so many blocks; empty for none."""
+        room = max(self.spec.loading_bytes - self.meter.pending_bytes, 0) // space.block_bytes
+        if not min(blocks, room):
+            return {}
+        return self.room.allocate(space, list(range(len(space.strides))), min(blocks, room), out)
 
     def _read(
         self, space: Namespace, found: tuple[Rows, NDArray[np.int64], bytes], slots: dict[int, Slots], pins: list[Pin],
@@ -190,16 +201,10 @@ class Loader:
         space.loading.update(dict.fromkeys(mine.tolist(), load))
         for number, count in zip(*np.unique(load.records.segments, return_counts=True), strict=True):
             state.disk.segment(int(number)).reads += int(count)
-        self.meter.begin(len(mine) * sum(part.size_bytes for part in space.spec.parts), now)
+        self.meter.begin(len(mine) * space.block_bytes, now)
         out.append(SetGenerations(state.host_pool, load.held_slots(), load.generation))
         out.append(ReadRecords(load.number, state.host_pool, load.records))
         return load
-
-    def wait(self, lease: Lease, wish: Wish) -> None:
-        """The lease waits for these loads."""
-        for load in wish.loads:
-            load.waiters.append(lease)
-        lease.loads = list(wish.loads)
 
     def leave(self, lease: Lease, out: list[Command]) -> None:
         """A lease ended; loads that nobody waits for any more are called off."""
@@ -241,7 +246,7 @@ class Loader:
         self._settle(load, out)
         if not load.open_records:
             self._end(load, out)
-        self._tell(load, out)
+        tell_waiters(self.state, load, over=load.number not in self.loads, out=out)
 
     def _judged(self, load: Load, index: NDArray[np.uint32], ends: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """A record that is not where it was read is not lost if it was appended again meanwhile."""
@@ -264,6 +269,7 @@ class Loader:
         for end, state in ((ReadEnd.FAILED, _FAILED), (ReadEnd.LOST, _LOST)):
             bad = blocks[ends == end]
             load.state[bad[load.state[bad] != _LOST]] = state
+        load.lost |= bool((ends == ReadEnd.LOST).any())
         came = (load.left == 0) & (load.state == _WAITING)
         load.state[came] = _CAME
 
@@ -341,49 +347,6 @@ class Loader:
         assert load.front == len(load.rows)
         del self.loads[load.number]
         self.remover.unpin_all(load.pins)
-
-    def _tell(self, load: Load, out: list[Command]) -> None:
-        """Tells leases what came for them, and those for whom nothing more will come that it ends there."""
-        for lease in list(load.waiters):
-            self._tell_one(load, lease, out)
-        if load.number not in self.loads:
-            load.waiters.clear()
-
-    def _tell_one(self, load: Load, lease: Lease, out: list[Command]) -> None:
-        space, reply = lease.space, lease.reply
-        pin = lease.pins[0]
-        path = path_to(pin.node, pin.depth)
-        first, end = reply.from_block, reply.from_block + reply.planned_blocks
-        ready, next_row = lease.ready_end, -1
-        if path.nodes and not path.nodes[0].start:
-            rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)[:end]
-            cold = np.flatnonzero(space.table.parts[0].slots[rows[lease.ready_end :]] == NO_SLOT)
-            ready = lease.ready_end + int(cold[0]) if len(cold) else end
-            next_row = int(rows[ready]) if ready < end else -1
-        coming = space.loading.get(next_row) if next_row >= 0 else None
-        if coming is not None and lease not in coming.waiters:
-            coming.waiters.append(lease)  # somebody else has begun to load it meanwhile
-            lease.loads.append(coming)
-        done = coming is None
-        runs: tuple[Run, ...] = ()
-        if ready > lease.ready_end:
-            wanted = path.stretches(lease.ready_end, ready)
-            parts = range(len(space.strides))
-            runs = tuple([read_run(space, part, wanted, lease.ready_end, self.state.host_pool) for part in parts])
-            lease.runs += runs
-            lease.ready_end = ready
-        if len(runs) or done:
-            stop = self._why(load) if done and ready < end else None
-            lease.stop = stop
-            out.append(Arrived(lease.lease, lease.session, ready - first, runs, stop, done))
-        if done:
-            for other in lease.loads:
-                if lease in other.waiters:
-                    other.waiters.remove(lease)
-            lease.loads = []
-
-    def _why(self, load: Load) -> Miss:
-        return Miss.CHECKSUM if self.state.disk.reads_on else Miss.TIER_OFF
 
 
 def _records(space: Namespace, found: tuple[Rows, NDArray[np.int64], bytes], slots: dict[int, Slots]) -> Records:

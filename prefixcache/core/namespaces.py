@@ -76,6 +76,7 @@ class Namespace:
         self.policy = policy
         self.block_tokens = spec.block_tokens
         self.strides = tuple(part.stride_bytes for part in spec.parts)
+        self.block_bytes = sum(part.size_bytes for part in spec.parts)
         self.table = BlockTable(len(spec.parts))
         self.foreign = ForeignIndex(self) if spec.kind is NamespaceKind.FOREIGN else None
         self.tree: RadixTree = self.foreign or RadixTree(self)

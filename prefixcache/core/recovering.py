@@ -11,7 +11,7 @@ import numpy as np
 
 from prefixcache.core.commands import Change, Command, RevokeRecords
 from prefixcache.core.events import DiskRecovered
-from prefixcache.core.ids import KEY_BYTES
+from prefixcache.core.ids import KEY_BYTES, Rows
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.radix import ROW_DTYPE, VISIBLE, Node, Path
 from prefixcache.core.reasons import DiskDrop
@@ -191,7 +191,7 @@ class Recoverer:
         self._announce(node, out)
         self.remover.join_like(space, node)
 
-    def _place(self, space: Namespace, part: int, rows: np.ndarray, blocks: list[_Found]) -> None:
+    def _place(self, space: Namespace, part: int, rows: Rows, blocks: list[_Found]) -> None:
         places = np.array([block.places[part] for block in blocks], np.uint32).reshape(-1, 2)
         self.state.disk.place(space, part, rows, places[:, 0], places[:, 1])
 

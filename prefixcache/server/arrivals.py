@@ -8,7 +8,7 @@ nobody else waits for. Must not know: transports.
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, Protocol
 
 from prefixcache.server import reasons
 from prefixcache.server.holdings import Lease
@@ -16,6 +16,12 @@ from prefixcache.v1 import cache_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
 
 _LOOK_S: Final = 0.5
+
+
+class Send(Protocol):
+    """Takes one message; `last`: it is the last one. Quick, and without exceptions."""
+
+    def __call__(self, message: pb.ArrivalsResponse, *, last: bool) -> None: ...
 
 
 class Subscription:
@@ -26,9 +32,9 @@ class Subscription:
         self._lease = lease
         self._cancel = cancel
         self._told = len(lease.acquired.runs)
-        self._send: Callable[[pb.ArrivalsResponse, bool], None] | None = None
+        self._send: Send | None = None
 
-    def start(self, send: Callable[[pb.ArrivalsResponse, bool], None]) -> None:
+    def start(self, send: Send) -> None:
         """Tell what came, now and from now on. `send` must be quick and must not raise."""
         with self._lock:
             self._send = send
@@ -69,7 +75,7 @@ class Subscription:
         last = lease.done
         if last:
             self.stop()
-        send(message, last)
+        send(message, last=last)
 
 
 class Arrivals:
@@ -86,7 +92,7 @@ class Arrivals:
         self._queue.put(None)
 
     def __iter__(self) -> Iterator[pb.ArrivalsResponse]:
-        self._subscription.start(lambda message, last: self._queue.put((message, last)))
+        self._subscription.start(lambda message, *, last: self._queue.put((message, last)))
         for _ in range(self._most_looks):
             try:
                 told = self._queue.get(timeout=_LOOK_S)

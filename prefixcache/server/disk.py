@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from prefixcache.core import commands as c
 from prefixcache.core import events as e
-from prefixcache.core.ids import KEY_BYTES, SLOT_GRANULE, GroupKind, NamespaceKind
 from prefixcache.core.demoting import Demoter
+from prefixcache.core.ids import KEY_BYTES, SLOT_GRANULE, GroupKind, NamespaceKind
 from prefixcache.core.spec import DiskSpec, GroupSpec, NamespaceSpec, PartSpec, SpecError
 from prefixcache.server.config import Config, ConfigError
 from prefixcache.server.disk_report import DiskReport

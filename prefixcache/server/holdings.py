@@ -19,7 +19,7 @@ class Lease:
     """A lease: what was acquired, by which session. `tail`: the last key asked for, which names the whole prompt.
 
     ready_end: blocks from block 0 that can be read by now, in `runs`; `stop`: why the rest will not come; `done`:
-    nothing more will be told. Whoever wants to know adds a call to `listeners`, which must be quick and must not raise."""
+    nothing more will be told. Whoever wants to know adds a call to `listeners`, quick and without exceptions."""
 
     __slots__ = ("acquired", "done", "listeners", "namespace", "ready_end", "runs", "session", "stop", "tail")
 

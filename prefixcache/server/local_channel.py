@@ -234,7 +234,7 @@ class LocalChannel:
             raise CallError(pb.REASON_LIMIT, f"{_MOST_SUBSCRIPTIONS} streams of arrivals are open on this connection")
         subscriptions[call] = answer
 
-        def send(message: ArrivalsResponse, last: bool) -> None:  # the subscription's form
+        def send(message: ArrivalsResponse, *, last: bool) -> None:  # the subscription's form
             def work() -> None:
                 if last:
                     subscriptions.pop(call, None)

@@ -16,7 +16,6 @@ from tests.sim.disk import FakeDisk
 from tests.sim.fakes import HEADS, Memory, SimError
 from tests.sim.workers import Prompt
 
-
 CUT_SHORT = (Miss.DEADLINE, Miss.SLOWER_THAN_RECOMPUTE, Miss.POOL_FULL, Miss.TIER_OFF)
 
 

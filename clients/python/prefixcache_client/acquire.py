@@ -58,9 +58,7 @@ def acquire(link: Link, ns: Namespace, prompt: Prompt, wish: Wish) -> Lease:
         _give_back(link, link.session, lease_id)
         return _missed(link, ns, (usable, first), failure.reason)
     ready, planned = min(answer.ready_blocks, last), min(answer.planned_blocks, last)
-    if planned <= first or ready > planned:
-        if answer.planned_blocks > first:
-            _give_back(link, session, lease_id)
+    if planned <= first:
         return _missed(link, ns, (usable, first), reason_name(answer.stop) or NOT_CACHED)
     reason = reason_name(answer.stop)
     link.counters.acquired(

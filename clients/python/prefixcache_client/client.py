@@ -82,7 +82,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End the session and drop the mappings: leases still held are lost, later calls miss (`client_closed`)."""
+        """End the session: leases still held are lost, waiting stores dropped, later calls miss (`client_closed`)."""
         self._writer.drain()
         self._link.close()
 
@@ -139,7 +139,8 @@ class Client:
 
         `max_tokens`: the longest prefix of use (an engine computes at least one token itself). `from_token`: what the
         engine has already; rounded down to a block. `ttl_s`: how long the copy may take. `recompute_s_per_token`: what
-        a miss costs. `load_timeout_s`: how long the copy may wait for blocks that are on a slower tier now. Raises ValueError or TypeError for a prompt that is none.
+        a miss costs. `load_timeout_s`: how long the copy may wait for blocks that are on a slower tier now. Raises
+        ValueError or TypeError for a prompt that is none.
         """
         options = self.options
         if ttl_s is None:

@@ -1,10 +1,9 @@
 """What is still coming of a lease from a slower tier: asked for when it is needed, waited for within a deadline.
 
-Rules: asked for once. Waiting ends at the deadline, at the lease's end or with the server's word that no more comes, and
-always says why. It must not know tensors.
+Rules: asked for once. Waiting ends at the deadline, at the lease's end or with the server's word that no more comes,
+and always says why. It must not know tensors.
 """
 
-import time
 from collections.abc import Iterator
 
 from prefixcache.v1 import cache_pb2
@@ -62,8 +61,3 @@ class Coming:
         if answer is None:
             raise Failure(DEADLINE, "the server told no more")
         return parse(cache_pb2.ArrivalsResponse, answer)
-
-    @property
-    def late(self) -> bool:
-        """Whether the deadline has passed."""
-        return time.monotonic() >= self._deadline

@@ -76,10 +76,10 @@ class Grant:
 class Lease:
     """What `Client.acquire` answers; use it in a `with`. Not safe for two threads at once.
 
-    `tokens`: length of the cached prefix, from token 0, that may be read; 0 on a miss. Where some of it still has to come
-    from a slower tier, the copy waits for that. `blocks`: the same in
-    blocks. `from_block`: the first block asked for; earlier ones are the engine's own. `reason`: why the prefix ends
-    where it ends, "" when all whole blocks of the prompt were found.
+    `tokens`: length of the cached prefix, from token 0, that may be read; 0 on a miss. Where some of it still has to
+    come from a slower tier, the copy waits for that. `blocks`: the same in blocks. `from_block`: the first block asked
+    for; earlier ones are the engine's own. `reason`: why the prefix ends where it ends, "" when all whole blocks of the
+    prompt were found.
     """
 
     __slots__ = (

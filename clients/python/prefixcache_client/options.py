@@ -7,13 +7,13 @@ from dataclasses import dataclass
 class ClientOptions:
     """Limits of one client; times in seconds.
 
-    `load_timeout_s` is how long a lease waits for blocks that have to come from a slower tier; 0 takes only what is in
-    memory. `timeout_s` bounds every call on a request's path, connecting included. `store_timeout_s` bounds the calls of a
-    store, and `stream_timeout_s` a whole stream of blocks where memory cannot be shared. `breaker_threshold` failures
-    in a row open the circuit breaker for `breaker_open_s`, doubling up to `breaker_max_open_s`. `lease_ttl_s` and
-    `reservation_ttl_s` of 0 take the server's defaults. `local_channel` False goes by gRPC alone. `store_queue` bounds
-    the stores waiting for `Client.store_later`. `session_ttl_s` is asked for gRPC sessions. `client_name` is shown by
-    `prefixcache status`.
+    `timeout_s` bounds every call on a request's path, connecting included. `load_timeout_s` is how long a lease waits
+    for blocks that have to come from a slower tier; 0 takes only what is in memory. `store_timeout_s` bounds the calls
+    of a store, and `stream_timeout_s` a whole stream of blocks where memory cannot be shared. `breaker_threshold`
+    failures in a row open the circuit breaker for `breaker_open_s`, doubling up to `breaker_max_open_s`. `lease_ttl_s`
+    and `reservation_ttl_s` of 0 take the server's defaults. `local_channel` False goes by gRPC alone. `store_queue`
+    bounds the stores waiting for `Client.store_later`. `session_ttl_s` is asked for gRPC sessions. `client_name` is
+    shown by `prefixcache status`.
     """
 
     timeout_s: float = 1.0

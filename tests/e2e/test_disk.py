@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,3 +219,84 @@ def test_the_cap_holds_and_the_service_goes_on(daemons: Daemons) -> None:
     assert newest
     assert counter(stats, "disk_segments_freed") > 0
     assert stats.health == "serving"
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    place = tmp_path / "full"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", place], check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_full_file_system_degrades_the_tier_and_not_the_service(daemons: Daemons, small_tmpfs: Path) -> None:
+    daemons.data = small_tmpfs / "data"
+    daemon = daemons.start()
+    with Client(address(daemon), OPTIONS) as client:
+        store(client, 0)
+        flush(daemon)
+        assert wait_until(lambda: stats_of(daemon).health == "degraded")
+        stats = stats_of(daemon)
+        assert "no_space" in stats.health_detail
+        assert tier(stats).state == "failing"
+        assert "no_space" in tier(stats).detail
+        for prompt in range(1, PROMPTS):  # memory alone, as without a disk
+            store(client, prompt)
+        assert load(client, PROMPTS - 1)
+    assert counter(stats_of(daemon), "disk_drops", "dropped_unwritten") > 0
+
+
+def test_a_directory_that_cannot_be_used_turns_the_tier_off_until_it_can(daemons: Daemons, tmp_path: Path) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.touch()  # a file where the folder above the data directory should be
+    daemons.data = blocked / "data"
+    daemon = daemons.start()
+    with Client(address(daemon), OPTIONS) as client:
+        stats = stats_of(daemon)
+        assert stats.health == "degraded"
+        assert "disk tier off" in stats.health_detail
+        assert tier(stats).state == "off"
+        store(client, 0)
+        assert load(client, 0)
+        blocked.unlink()
+        blocked.mkdir()
+        assert wait_until(lambda: stats_of(daemon).health == "serving")
+        assert wait_until(lambda: flush(daemon) >= BLOCKS or tier(stats_of(daemon)).blocks >= BLOCKS)
+
+
+def test_a_directory_that_vanishes_turns_the_tier_off_and_blocks_are_misses(daemons: Daemons) -> None:
+    daemon = daemons.start()
+    with Client(address(daemon), OPTIONS) as client:
+        for prompt in range(PROMPTS):
+            store(client, prompt)
+            assert written(daemon, (prompt - 6) * BLOCKS)
+        flush(daemon)
+        shutil.rmtree(daemons.data)
+        assert wait_until(lambda: "directory_gone" in stats_of(daemon).health_detail)
+        assert wait_until(lambda: client.lookup(namespace(client), tokens(0)).reason == "tier_off")
+        with client.acquire(namespace(client), tokens(0)) as lease:
+            assert (lease.blocks, lease.reason) == (0, "tier_off")
+        store(client, PROMPTS)
+        assert load(client, PROMPTS)
+        stats = stats_of(daemon)
+    assert stats.health == "degraded"
+    assert tier(stats).state == "off"
+
+
+def test_a_worker_that_will_not_wait_gets_what_is_in_memory(daemons: Daemons) -> None:
+    daemon = daemons.start()
+    with Client(address(daemon), OPTIONS) as client:
+        for prompt in range(PROMPTS):
+            store(client, prompt)
+            assert written(daemon, (prompt - 6) * BLOCKS)
+        flush(daemon)
+        with client.acquire(namespace(client), tokens(0), load_timeout_s=0.0) as lease:
+            assert (lease.blocks, lease.reason) == (0, "deadline")
+        with client.acquire(namespace(client), tokens(0), recompute_s_per_token=1e-9) as lease:
+            assert (lease.blocks, lease.reason) == (0, "slower_than_recompute")
+        assert load(client, 0)

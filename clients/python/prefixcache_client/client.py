@@ -81,7 +81,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End the session and drop the mappings: leases still held are lost, later calls miss (`client_closed`)."""
+        """End the session: leases still held are lost, waiting stores dropped, later calls miss (`client_closed`)."""
         self._writer.drain()
         self._link.close()
 

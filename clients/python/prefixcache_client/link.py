@@ -10,6 +10,7 @@ Rules:
 It must not know what a call is for.
 """
 
+import logging
 import os
 import socket
 import threading
@@ -31,6 +32,8 @@ from prefixcache_client.reasons import CIRCUIT_OPEN, CLIENT_CLOSED, DEADLINE
 from prefixcache_client.session import Session, parse, remaining
 from prefixcache_client.stats import Counters
 from prefixcache_client.transport import RELEASE
+
+log = logging.getLogger("prefixcache_client")
 
 M = TypeVar("M", bound=Message)
 Build = Callable[[Session, float], bytes]
@@ -54,6 +57,7 @@ class Link:
         self._connecting = threading.Lock()
         self._abandoned: deque[tuple[Session, bytes]] = deque(maxlen=_MAX_ABANDONED)
         self._closed = False
+        self._told: set[str] = set()
         # Leases hold the link, so a session outlives a client that was dropped with a lease of it in use.
         weakref.finalize(self, _close_all, self._held)
         _live.add(self)
@@ -61,7 +65,7 @@ class Link:
     @property
     def session(self) -> Session | None:
         """The session in use, alive or not; None before the first call."""
-        return self._held[0] if self._held else None
+        return next(iter(self._held), None)
 
     def call(self, method: int, kind: type[M], build: Build, timeout_s: float) -> tuple[Session, M]:
         """The answer of `method` and the session that gave it. Raises Unreachable or Refused."""
@@ -88,7 +92,11 @@ class Link:
             self._release_abandoned()
         try:
             session, payload = self._attempts(method, build, deadline)
-            answer = parse(kind, payload)
+            try:
+                answer = parse(kind, payload)
+            except Unreachable:
+                session.transport.close()  # a peer that answers garbage is not asked again
+                raise
         except Failure as error:
             self._count(error)
             raise
@@ -96,12 +104,16 @@ class Link:
         return session, answer
 
     def _count(self, error: Failure) -> None:
-        """Tell the breaker and the counters how a call failed."""
+        """Tell the breaker and the counters how a call failed, and the log what a person should know, once."""
         self.counters.failed(error.reason)
         if isinstance(error, Unreachable):
-            self.breaker.failure(time.monotonic())
-        else:
-            self.breaker.success()
+            if self.breaker.failure(time.monotonic()):
+                log.warning("%s is left alone for a moment, everything is a miss: %s", self.address.target, error)
+            return
+        self.breaker.success()
+        if error.reason not in self._told:
+            self._told.add(error.reason)
+            log.warning("%s refuses (%s, told once): %s", self.address.target, error.reason, error)
 
     def post(self, session: Session, method: int, payload: bytes) -> None:
         """Send without waiting, if the session still lives; a failure is nobody's concern any more."""

@@ -116,11 +116,11 @@ class Holdings:
             self._quarantined[reservation] = ended
 
     def aborting_session(self, reservation: bytes, session: Session) -> bytes:
-        """In whose name `session` may abort: of an earlier session of the same process, if that made the reservation.
+        """In whose name `session` may abort: another session's of its process, where only that one's last word is missing.
 
         A worker that lost its connection has no other way to say that it writes there no more.
         """
-        held = self.reservations.get(reservation) or self._quarantined.get(reservation)
+        held = self._quarantined.get(reservation)
         if held is not None and held.process and held.process == session.process:
             return held.session
         return session.id

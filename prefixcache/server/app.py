@@ -166,8 +166,8 @@ class Daemon:
             for space in self.planner.state.namespaces.values():
                 self.shell.add_namespace(space.number, space.fingerprint, space.spec, "")
         self.memory.start(self._capacity_ready)
+        self._start_local()  # first: a worker that finds gRPC alone takes the slow way for as long as it lives
         self._start_grpc()
-        self._start_local()
         if config.http:
             self._start_http()
         self.timer.add(self._look_around)

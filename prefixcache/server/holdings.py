@@ -116,7 +116,7 @@ class Holdings:
             self._quarantined[reservation] = ended
 
     def aborting_session(self, reservation: bytes, session: Session) -> bytes:
-        """In whose name `session` may abort: another session's of its process, where only that one's last word is missing.
+        """In whose name `session` may abort: another session's of its process, where only a last word is missing.
 
         A worker that lost its connection has no other way to say that it writes there no more.
         """

@@ -198,6 +198,8 @@ class Link:
 
     def _open(self, deadline: float) -> Session:
         address, options = self.address, self.options
+        if address.is_foreign:
+            raise Unreachable(f"the folder of {address.socket_path} belongs to another user")
         if options.local_channel and address.local_path:
             try:
                 return sessions.open_local(address, options, deadline)

@@ -156,17 +156,18 @@ def _answer_all(
 def _draw(result: Result) -> list[RenderableType]:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
+    from rich.text import Text
 
     title = f"{WORKERS} workers, one system prompt of {demo_text.SHARED_TOKENS} tokens, one daemon"
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("worker")
-    table.add_column("question", no_wrap=True, overflow="ellipsis")
+    table.add_column("worker", no_wrap=True)
+    table.add_column("question")  # the one that gives way where the terminal is narrow
     for name in ("cold TTFT", "with cache", "tokens reused", "identical"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in result.rows:
         table.add_row(
             str(row.worker),
-            row.prompt.question,
+            Text(row.prompt.question, no_wrap=True, overflow="ellipsis"),
             f"{row.cold.ttft_s:.2f} s",
             f"{row.cached.ttft_s:.2f} s" + ("" if row.cached.reused else " (miss)"),
             f"{row.cached.reused} of {len(row.prompt.ids)}",

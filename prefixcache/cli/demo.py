@@ -154,17 +154,20 @@ def _answer_all(
 
 
 def _draw(result: Result) -> list[RenderableType]:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=f"{WORKERS} workers, one system prompt of {demo_text.SHARED_TOKENS} tokens, one daemon")
-    for name in ("worker", "question"):
-        table.add_column(name)
+    title = f"{WORKERS} workers, one system prompt of {demo_text.SHARED_TOKENS} tokens, one daemon"
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("worker", no_wrap=True)
+    table.add_column("question")  # the one that gives way where the terminal is narrow
     for name in ("cold TTFT", "with cache", "tokens reused", "identical"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for row in result.rows:
         table.add_row(
             str(row.worker),
-            _shortened(row.prompt.question),
+            Text(row.prompt.question, no_wrap=True, overflow="ellipsis"),
             f"{row.cold.ttft_s:.2f} s",
             f"{row.cached.ttft_s:.2f} s" + ("" if row.cached.reused else " (miss)"),
             f"{row.cached.reused} of {len(row.prompt.ids)}",
@@ -183,10 +186,6 @@ def _summary(told: dict[str, object]) -> str:
         f"tokens reused: {told['tokens_reused']} of {told['tokens_total']} (hit rate {rate})\n"
         f"output identical: {'yes' if told['identical'] else 'no'}"
     )
-
-
-def _shortened(text: str, limit: int = 44) -> str:
-    return text if len(text) <= limit else text[: limit - 3].rstrip() + "..."
 
 
 def _progress(settings: Settings) -> Progress:

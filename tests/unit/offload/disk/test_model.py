@@ -84,6 +84,11 @@ class LogBesideDict(RuleBasedStateMachine):
         assert self.log.check(wanted) == set(self.known)
         status = self.log.tier.status()
         assert self.disk.total_bytes <= status.used_bytes <= OPTIONS.cap_bytes
+        files = {name[-8:]: len(file.data) for name, file in self.disk.files.items() if "segment" in name}
+        rows = {f"{row.number:08x}": row.size_bytes for row in self.log.tier.segments()}
+        assert rows == files
+        assert status.used_bytes == OPTIONS.meta_cap_bytes + sum(files.values())
+        assert all(size <= OPTIONS.new_segment_bytes for size in files.values())
         assert status.live_bytes == int(wanted["length"].sum())
         assert status.queued_write_bytes == status.queued_read_bytes == 0
         assert not status.health.writes_off

@@ -46,7 +46,8 @@ def test_groups_end_at_segments_gaps_and_sizes_and_begin_with_the_first_wanted()
     entries["segment"] = [2, 2, 2, 2, 1, 2]
     entries["page"] = [0, 2, 6, 50, 9, 4]
     assert group_neighbours(entries, 1 << 20) == [[0, 1, 5, 2], [3], [4]]
-    assert group_neighbours(entries, 2 * PAGE) == [[0, 1], [5, 2], [3], [4]]
+    assert group_neighbours(entries[:3], 12 * PAGE) == [[0, 1, 2]]
+    assert group_neighbours(entries[:3], 8 * PAGE) == [[0, 1], [2]], "the first bytes come early"
     sizes = [sum(int(entries["length"][i]) for i in group) for group in group_neighbours(entries, 2 * PAGE)]
     assert max(sizes) <= 2 * PAGE
     assert group_neighbours(entries, 1) == [[0], [1], [2], [3], [4], [5]]
@@ -75,6 +76,8 @@ def test_memory_that_is_not_on_pages_goes_through_a_copy() -> None:
 def test_places_outside_the_memory_are_refused() -> None:
     log = Log(FakeDisk())
     entries = entries_of([3], log.namespace)
+    with pytest.raises(ValueError, match="write to"):
+        log.tier.read(1, np.frombuffer(bytes(9000), np.uint8), [0], entries, Job(1).done)
     for at in ([-1], [PAGE], [0, 0]):
         with pytest.raises(ValueError, match=r"reaches out|places for"):
             log.tier.write(1, np.zeros(5001, np.uint8), at, entries, Job(1).done)

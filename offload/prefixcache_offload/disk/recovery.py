@@ -19,6 +19,7 @@ from prefixcache_offload.disk.records import (
     Bytes,
     Entries,
     Kind,
+    Mask,
     digest,
     good_headers,
     headers_over,
@@ -33,6 +34,9 @@ from prefixcache_offload.disk.tombstones import Tombstone
 
 _SCAN_PATIENCE = 12.0
 """A whole segment may take so many times as long as a read before it counts as hanging."""
+
+# Comparing an array with an enum member costs more than the comparison.
+_BLOCK, _TOMBSTONE = int(Kind.BLOCK), int(Kind.TOMBSTONE)
 
 
 class Recovered(NamedTuple):
@@ -97,14 +101,14 @@ class Recovery:
             with self._shared.lock:
                 segment.stage = Stage.UNSEALED if segment.stage is Stage.FOUND else segment.stage
             return np.zeros(0, ENTRY)
-        blocks = entries[entries["kind"] == Kind.BLOCK]
-        blocks = blocks[np.argsort(blocks["sequence"], kind="stable")[::-1]]
-        self.counters.records += len(blocks)
+        newest_first = np.argsort(entries["sequence"], kind="stable")[::-1]
+        left = _only(entries[newest_first], entries["kind"][newest_first] == _BLOCK)
+        self.counters.records += len(left)
         with self._shared.lock:
-            revoked = self._shared.tombstones.revoked(blocks)
-            left: Entries = blocks[~revoked]
+            revoked = self._shared.tombstones.revoked(left)
+            left = _only(left, ~revoked)
             new = self._seen.add_new(left)
-            left = left[new]
+            left = _only(left, new)
             segment.note(left)
             if segment.stage is Stage.FOUND:
                 segment.stage = Stage.SEALED if self._sealed else Stage.UNSEALED
@@ -146,7 +150,7 @@ class Recovery:
 
     def _learn_tombstones(self, segment: Segment, entries: Entries) -> None:
         """Read the payloads of a segment's tombstones and put them in force. Raises OSError."""
-        for entry in entries[entries["kind"] == Kind.TOMBSTONE]:
+        for entry in entries[entries["kind"] == _TOMBSTONE]:
             length = int(entry["length"])
             raw = read_piece(self._shared, segment, int(entry["page"]) * PAGE, PAGE * (1 + pages_of(length)))
             payload = raw[PAGE : PAGE + length]
@@ -172,3 +176,8 @@ class Recovery:
         except OSError:
             self._shared.counters.files_left += 1
         self.counters.emptied += 1
+
+
+def _only(entries: Entries, mask: Mask) -> Entries:
+    """`entries[mask]`, without the copy in the usual case that it is all of them."""
+    return entries if mask.all() else entries[mask]

@@ -17,6 +17,7 @@ _MOST_IDLE_FILES = 256
 _FEWEST_FOR_RESERVE = 4
 """From so many segments on, one is kept back so that freeing always has room to append what it keeps."""
 _FIRST_ROOM = 64
+_BLOCK = int(Kind.BLOCK)
 
 
 class Stage(IntEnum):
@@ -90,7 +91,7 @@ class Segment:
         first = int(entries["sequence"].min())
         self.first_sequence = min(self.first_sequence or first, first)
         self.records += len(entries)
-        blocks = entries["kind"] == Kind.BLOCK
+        blocks = entries["kind"] == _BLOCK
         self.live_records += int(blocks.sum())
         self.live_bytes += int(entries["length"][blocks].sum(dtype=np.int64))
 

@@ -188,8 +188,8 @@ class Daemon:
         self.memory.start(self._capacity_ready)
         if self.disk is not None:
             self.disk.start(self.shell)
+        self._start_local()  # first: a worker that finds gRPC alone takes the slow way for as long as it lives
         self._start_grpc()
-        self._start_local()
         if config.http:
             self._start_http()
         self.timer.add(self._look_around)

@@ -102,6 +102,7 @@ class Shell:
         with self.owner.lock:
             if not self.owner.failure:
                 self.owner.call(e.ProcessExited(session_id))
+                self.holdings.process_exited(session_id)
 
 
 def expect(reply: c.Reply | None, kind: type) -> Any:

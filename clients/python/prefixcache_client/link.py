@@ -31,7 +31,7 @@ from prefixcache_client.options import ClientOptions
 from prefixcache_client.reasons import CIRCUIT_OPEN, CLIENT_CLOSED, DEADLINE
 from prefixcache_client.session import Session, parse, remaining
 from prefixcache_client.stats import Counters
-from prefixcache_client.transport import RELEASE
+from prefixcache_client.transport import ABORT, RELEASE
 
 log = logging.getLogger("prefixcache_client")
 
@@ -41,6 +41,7 @@ Build = Callable[[Session, float], bytes]
 
 _ATTEMPTS: Final = 3
 _MAX_ABANDONED: Final = 4096
+_MAX_ABORTED: Final = 256  # aborts that are told again to a new session
 
 _live: "weakref.WeakSet[Link]" = weakref.WeakSet()
 
@@ -56,6 +57,7 @@ class Link:
         self._held: list[Session] = []
         self._connecting = threading.Lock()
         self._abandoned: deque[tuple[Session, bytes]] = deque(maxlen=_MAX_ABANDONED)
+        self._aborted: deque[bytes] = deque(maxlen=_MAX_ABORTED)
         self._closed = False
         self._told: set[str] = set()
         # Leases hold the link, so a session outlives a client that was dropped with a lease of it in use.
@@ -127,6 +129,21 @@ class Link:
         """Release a lease from a destructor: it may run inside any call of this thread, so nothing is sent here."""
         self._abandoned.append((session, lease))
 
+    def abort(self, reservation: bytes) -> None:
+        """Say that this process writes into the reservation no more; without waiting.
+
+        It is said again in the next session, for the connection that carried it may just be breaking: until the server
+        hears it, or this process exits, the slots are nobody's.
+        """
+        self._aborted.append(reservation)
+        session = self.session
+        if session is not None:
+            self._post_abort(session, reservation)
+
+    def _post_abort(self, session: Session, reservation: bytes) -> None:
+        request = cache_pb2.AbortRequest(session=session.session_id, reservation=reservation)
+        self.post(session, ABORT, request.SerializeToString())
+
     def close(self) -> None:
         """End the session. Later calls fail with reason `client_closed`."""
         self._closed = True
@@ -173,12 +190,16 @@ class Link:
             session = self._open(deadline)
             self._held.append(session)
             self.counters.connected()
+            while self._aborted:
+                self._post_abort(session, self._aborted.popleft())
             return session
         finally:
             self._connecting.release()
 
     def _open(self, deadline: float) -> Session:
         address, options = self.address, self.options
+        if address.is_foreign:
+            raise Unreachable(f"the folder of {address.socket_path} belongs to another user")
         if options.local_channel and address.local_path:
             try:
                 return sessions.open_local(address, options, deadline)
@@ -200,6 +221,7 @@ class Link:
         """In a forked child: the transport has given up the parent's connection; locks may be held by nobody."""
         self._connecting = threading.Lock()
         self._abandoned.clear()
+        self._aborted.clear()
         self._held.clear()
         self.breaker.reset_after_fork()
         self.counters.reset_after_fork()

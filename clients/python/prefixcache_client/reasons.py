@@ -29,6 +29,9 @@ QUEUE_FULL: Final = "queue_full"
 CLIENT_CLOSED: Final = "client_closed"
 NOT_IN_TENSORS: Final = "not_in_tensors"
 
+NEVER_SENT: Final = frozenset({CIRCUIT_OPEN, CLIENT_CLOSED})
+"""Reasons of calls that the server has not heard of, so that nothing of them has to be undone."""
+
 _PREFIX: Final = "REASON_"
 _NAMES: Final = {value: name.removeprefix(_PREFIX).lower() for name, value in common_pb2.Reason.items()} | {0: NONE}
 _VALUES: Final = {name: value for value, name in _NAMES.items()}

@@ -8,6 +8,7 @@ import numpy as np
 
 from prefixcache.core.commands import Arrived, Command, FreeSegment, ReadRecords, Records, WriteRecords
 from prefixcache.core.events import (
+    ClearRequested,
     DiskChanged,
     Event,
     FlushStarted,
@@ -21,7 +22,7 @@ from prefixcache.core.events import (
 )
 from prefixcache.core.ids import Tier
 from prefixcache.core.spec import DiskSpec, NamespaceSpec
-from tests.unit.core.harness import GRANULE, ONE_PART, Harness
+from tests.unit.core.harness import GRANULE, ONE_PART, Harness, chain
 
 SLOW = DiskSpec(segment_bytes=1 << 20, read_bytes_per_s=float(GRANULE), read_latency_s=0.0)
 """A disk that reads a block of one granule a second."""
@@ -95,6 +96,16 @@ class DiskHarness(Harness):
         """Writes all there is; how many records."""
         self.send(FlushStarted())
         return self.end_writes()
+
+    def clear(self, letters: str) -> None:
+        """What has this prefix."""
+        self.send(ClearRequested(1, chain(letters)))
+
+    def hit_from_disk(self, letters: str) -> None:
+        """Acquires a prompt, loads it, and releases it."""
+        acquired = self.acquire(letters, deadline_s=100.0)
+        self.end_reads()
+        self.release(acquired)
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds

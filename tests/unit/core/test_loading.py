@@ -19,7 +19,7 @@ from prefixcache.core.ids import GroupKind, Tier
 from prefixcache.core.reasons import DiskDrop, Kind, Miss, Refusal
 from prefixcache.core.spec import DiskSpec, GroupSpec, NamespaceSpec, PartSpec
 from tests.unit.core.disk_harness import SLOW, DiskHarness
-from tests.unit.core.harness import A, B, GRANULE, TOKENS, chain
+from tests.unit.core.harness import GRANULE, TOKENS, A, B, chain
 
 WAIT = 100.0
 TWO_PARTS = NamespaceSpec(TOKENS, (GroupSpec(GroupKind.FULL),), (PartSpec(0, 4, GRANULE), PartSpec(0, 4, GRANULE)))

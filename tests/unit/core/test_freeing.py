@@ -116,7 +116,7 @@ def test_a_segment_that_could_not_be_freed_stays_as_it_was() -> None:
 
 def test_what_could_not_be_kept_goes_with_all_that_follows_it() -> None:
     harness = full("abcde", "abcdefgh", per_segment=5)
-    (order,) = begun(harness)
+    assert len(begun(harness)) == 1
     ends = np.array([0, 0, 2, 0, 0], np.uint8)
     places = np.array([90, 90, 0, 90, 90], np.uint32), np.array([2, 4, 0, 8, 10], np.uint32)
     harness.send(SegmentFreed(1, True, ((ends, *places),), 1 << 40))

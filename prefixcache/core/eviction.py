@@ -59,7 +59,7 @@ class Evictor:
         return best
 
     def _evictable(self, node: Node, most: int) -> int:
-        """How many blocks off the tail are unpinned and as old as the tail itself (at least one, if unpinned)."""
+        """How many blocks off the tail are unpinned, as old and as clean as the tail (at least one, if unpinned)."""
         loose = node.end - node.pinned_depth()
         if loose <= 1 or most == 1:
             return min(loose, 1)
@@ -67,5 +67,9 @@ class Evictor:
         assert space is not None
         tail = node.row_array()[-min(loose, most) :]
         touched = space.table.touched[tail]
-        older = np.flatnonzero(touched != touched[-1])
+        other = touched != touched[-1]
+        if space.on_disk:
+            clean = space.table.is_clean(tail)
+            other |= clean != clean[-1]
+        older = np.flatnonzero(other)
         return len(tail) - (int(older[-1]) + 1 if len(older) else 0)

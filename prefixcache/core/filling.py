@@ -206,7 +206,7 @@ class Filling:
         parent, space = node.parent, node.space
         if parent is None or parent.parent is None or space is None or space.foreign is not None:
             return
-        if parent.children is not None and len(parent.children) == 1:
+        if parent.children is not None and len(parent.children) == 1 and not parent.cold:
             space.tree.join(node)
 
     def _withdraw(self, reservation: Reservation) -> None:

@@ -17,7 +17,7 @@ from prefixcache.core.commands import Command, Grant, Reserved, SetGenerations
 from prefixcache.core.events import ReserveRequested
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Slots
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.radix import FILLING, ROW_DTYPE, VISIBLE, WAITING, Node, Path, Pin, pin_path
+from prefixcache.core.radix import FILLING, ROW_DTYPE, VISIBLE, WAITING, Node, Path, Pin, hot_from
 from prefixcache.core.reasons import Kind, Refusal, Skip
 from prefixcache.core.removal import Remover
 from prefixcache.core.reservations import Reservation
@@ -76,6 +76,8 @@ class Granting:
             (plan.patch_blocks[:patches], np.arange(plan.fresh_from, plan.fresh_from + fresh, dtype=np.uint32))
         )
         reservation = self.begin(event, session, space, (blocks, grants, plan.skipped, patches), now)
+        if space.on_disk:  # what left memory may have split the path's last node behind the pin
+            path = space.tree.walk(event.keys, FILLING)
         if fresh:
             self._graft(reservation, path, event.keys, fresh)
         if patches:
@@ -149,6 +151,7 @@ class Granting:
         session.reservations[event.reservation] = reservation
         state.recent_ends.pop(event.session + event.reservation, None)
         state.deadlines.add(reservation)
+        state.disk.granted_bytes += sum(len(each) * space.strides[part] for part, each in slots.items())
         return reservation
 
     def announce(self, reservation: Reservation, out: list[Command]) -> None:
@@ -166,9 +169,10 @@ class Granting:
         seen = Path(nodes, visible)
         space.table.touched[np.frombuffer(seen.packed_rows(), ROW_DTYPE)] = self.state.tick
         last = nodes[-1]
-        if last.children is None and last.end == visible:
-            space.policy.touch_leaf(last, self.state.tick)
-        pin_path(last, visible, hold)
+        hot = hot_from(last)
+        if not hot.held and hot.end <= visible:
+            space.policy.touch_leaf(hot, self.state.tick)
+        self.remover.pin(last, visible, hold)
         return hold
 
     def _plan(self, event: ReserveRequested, space: Namespace, path: Path, visible: int) -> Plan:
@@ -278,5 +282,5 @@ class Granting:
         node = space.tree.graft(path, edge, rows.astype(ROW_DTYPE).tobytes())
         parent = node.parent
         if parent is not None:
-            space.policy.remove_leaf(parent)
+            space.policy.remove_leaf(hot_from(parent))
         return node

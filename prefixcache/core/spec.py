@@ -108,6 +108,25 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskSpec:
+    """How the disk tier is used. Bytes are of payload.
+
+    segment_bytes: of a new segment. reserve_share: of the host pool, kept free or clean ahead of need. job_bytes: most
+    of one write; writing_bytes, loading_bytes: most under way, together. early_bytes_per_day: for blocks written before
+    they have to be. read_bytes_per_s, read_latency_s: believed until measured.
+    """
+
+    segment_bytes: int = 256 << 20
+    reserve_share: float = 0.02
+    job_bytes: int = 32 << 20
+    writing_bytes: int = 128 << 20
+    loading_bytes: int = 1 << 30
+    early_bytes_per_day: int = 1 << 40
+    read_bytes_per_s: float = 1e9
+    read_latency_s: float = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
 class PlannerConfig:
     """What a planner is built from.
 
@@ -122,4 +141,5 @@ class PlannerConfig:
     compare_classes_every: int = 64  # grants that had to evict between two looks at the other slot classes
     publish: bool = False
     checksum: bool = False
+    disk: DiskSpec | None = None  # there is a disk tier
     limits: Limits = field(default_factory=Limits)

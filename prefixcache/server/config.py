@@ -63,6 +63,13 @@ class Config:
     host_writable: bool = _switch("workers write through their own mapping of the pool", default=True)
     host_slab_bytes: int = _size(0, "bytes of one slab of the pool; 0 chooses by the pool's size")
     host_prefault_threads: int = _count(2, "threads that touch the pool's pages ahead of need")
+    disk: str = _text("", "folder of the disk tier, one per daemon; empty for none")
+    disk_bytes: int = _size(64 << 30, "most bytes of the disk tier, everything counted")
+    disk_segment_bytes: int = _size(0, "bytes of one segment file; 0 chooses by disk_bytes, 256 MiB at most")
+    disk_early_bytes: int = _size(1 << 40, "bytes a day for blocks written before memory is short; spares the SSD")
+    disk_flush_timeout: float = _time(10.0, "how long a graceful stop writes what only memory holds")
+    disk_stall: float = _time(5.0, "a disk call that takes longer turns the tier off until it works again")
+    disk_retry: float = _time(5.0, "first pause before a disk tier that is off is tried again")
     session_ttl: float = _time(30.0, "time to live of a gRPC session without a sign of life")
     session_ttl_max: float = _time(3600.0, "longest time to live a session may ask for")
     lease_ttl: float = _time(30.0, "time to live of a lease that asks for none")
@@ -231,7 +238,12 @@ def _check_socket(path: str) -> None:
         raise ConfigError(f"socket: {path!r} with .local is longer than {_SOCKET_PATH_BYTES} bytes")
 
 
-_MAY_BE_ZERO: Final = frozenset({"host_slab_bytes", "host_writable", "any_user", "warm_restart", "checksums"})
+_MAY_BE_ZERO: Final = frozenset(
+    {
+        "host_slab_bytes", "disk_segment_bytes", "disk_early_bytes", "disk_flush_timeout", "host_writable", "any_user",
+        "warm_restart", "checksums",
+    }
+)  # fmt: skip
 _LEAST_MESSAGE_BYTES: Final = 64 << 10
 _SOCKET_PATH_BYTES: Final = 107  # sun_path of Linux, without its final zero byte
 

@@ -103,7 +103,7 @@ def test_a_mistyped_variable_is_refused_and_a_clients_own_is_not() -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("host_bytes =", ["not TOML"]), ('[disk]\nbytes = "1GiB"', ["disk_bytes"]), ("x = 1979-05-27", ["'x'"])],
+    [("host_bytes =", ["not TOML"]), ('[tape]\nbytes = "1GiB"', ["tape_bytes"]), ("x = 1979-05-27", ["'x'"])],
 )
 def test_a_bad_file_is_refused(file: Path, content: str, words: list[str]) -> None:
     file.write_text(content)

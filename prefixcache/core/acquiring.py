@@ -58,6 +58,8 @@ class Acquiring:
             end = space.restorable(rows, from_block, limit)
             if space.table.unverified and self.checks.hold(event, space, rows[from_block:end], out):
                 return
+        if space.policy.remembers and path.blocks:
+            space.policy.used(space, np.frombuffer(path.packed_rows(), ROW_DTYPE))
         tokens = space.block_tokens
         state.stats.acquires += 1
         total = event.prompt_tokens

@@ -6,8 +6,6 @@ than what it evicts. A leaf that is pinned is parked and comes back with its pin
 
 from __future__ import annotations
 
-import numpy as np
-
 from prefixcache.core.commands import Command
 from prefixcache.core.policy.base import EvictionPolicy
 from prefixcache.core.radix import Node
@@ -40,7 +38,7 @@ class Evictor:
         node = policy.victim()
         if node is None:
             return 0
-        count = self._evictable(node, most)
+        count = self._evictable(policy, node, most)
         if count:
             self.remover.evict_tail(node, count, out)
         else:
@@ -58,14 +56,9 @@ class Evictor:
                     best, best_tick = policy, victim.tick
         return best
 
-    def _evictable(self, node: Node, most: int) -> int:
-        """How many blocks off the tail are unpinned and as old as the tail itself (at least one, if unpinned)."""
+    def _evictable(self, policy: EvictionPolicy, node: Node, most: int) -> int:
+        """How many blocks off the tail are unpinned and may go in one step (at least one, if unpinned)."""
         loose = node.end - node.pinned_depth()
         if loose <= 1 or most == 1:
             return min(loose, 1)
-        space = node.space
-        assert space is not None
-        tail = node.row_array()[-min(loose, most) :]
-        touched = space.table.touched[tail]
-        older = np.flatnonzero(touched != touched[-1])
-        return len(tail) - (int(older[-1]) + 1 if len(older) else 0)
+        return policy.run_length(node, min(loose, most))

@@ -17,7 +17,8 @@ from prefixcache.core.commands import Command, Grant, Reserved, SetGenerations
 from prefixcache.core.events import ReserveRequested
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Slots
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.radix import FILLING, ROW_DTYPE, VISIBLE, WAITING, Node, Path, Pin, pin_path
+from prefixcache.core.policy.base import UNKNOWN_BIRTH, Birth
+from prefixcache.core.radix import FILLING, ROW_BYTES, ROW_DTYPE, VISIBLE, WAITING, Node, Path, Pin, pin_path
 from prefixcache.core.reasons import Kind, Refusal, Skip
 from prefixcache.core.removal import Remover
 from prefixcache.core.reservations import Reservation
@@ -67,7 +68,7 @@ class Granting:
         visible = space.visible_blocks(path.nodes, path.blocks)
         hold = self._use_prefix(space, path, visible)
         plan = self._plan(event, space, path, visible)
-        grants, patches, fresh = self._allocate(space, plan, out)
+        grants, patches, fresh = self._allocate(space, plan, event.keys, out)
         if patches + fresh == 0:
             self.remover.unpin_all(hold)
             self.nothing(event, plan, now, out)
@@ -218,7 +219,7 @@ class Granting:
         plan.skip(Skip.BEING_WRITTEN, busy_only)
         plan.skip(Skip.ALREADY_STORED, count - int(np.count_nonzero(wanted)) - busy_only)
 
-    def _allocate(self, space: Namespace, plan: Plan, out: list[Command]) -> tuple[dict[int, Slots], int, int]:
+    def _allocate(self, space: Namespace, plan: Plan, keys: bytes, out: list[Command]) -> tuple[dict[int, Slots], int, int]:
         """Slots for patches and fresh blocks: (slots by part over both, patches granted, fresh blocks granted)."""
         patches = len(plan.patch_blocks)
         patch_slots = self._allocate_patches(space, plan, out)
@@ -228,6 +229,8 @@ class Granting:
             patch_slots = {}
         fresh_slots: dict[int, Slots] = {}
         if plan.fresh_want:
+            if space.policy.remembers:
+                space.policy.expected(space, keys[plan.fresh_from * KEY_BYTES :])
             fresh_slots = self.room.allocate(space, plan.fresh_parts, plan.fresh_want, out)
         fresh = len(next(iter(fresh_slots.values()))) if fresh_slots else 0
         plan.skip(Skip.POOL_FULL, plan.fresh_want - fresh)
@@ -259,6 +262,8 @@ class Granting:
         start = int(reservation.blocks[first])
         if path.blocks < start:
             path = self._graft_bare(space, path, keys, start)
+        if space.policy.remembers:
+            reservation.birth = _birth(path, keys)
         edge = keys[start * KEY_BYTES : (start + fresh) * KEY_BYTES]
         node = self._graft_node(space, path, edge)
         node.state = FILLING
@@ -271,6 +276,8 @@ class Granting:
         assert parent is not None
         node.state = VISIBLE if parent.state == VISIBLE else WAITING
         space.table.touched[node.row_array()] = self.state.tick
+        if space.policy.remembers:
+            space.policy.stored(space, node, UNKNOWN_BIRTH)
         return Path([*path.nodes, node], end)
 
     def _graft_node(self, space: Namespace, path: Path, edge: bytes) -> Node:
@@ -280,3 +287,9 @@ class Granting:
         if parent is not None:
             space.policy.remove_leaf(parent)
         return node
+
+
+def _birth(path: Path, keys: bytes) -> Birth:
+    """How the blocks of `keys` behind `path` came."""
+    hit_row = int.from_bytes(path.packed_rows()[-ROW_BYTES:], "little") if path.blocks > 1 else -1
+    return Birth(len(keys) // KEY_BYTES - path.blocks, hit_row, keys[-KEY_BYTES:])

@@ -37,6 +37,8 @@ class Remover:
         parent = node.parent
         if whole:
             space.policy.remove_leaf(node)
+        if space.policy.remembers:
+            space.policy.evicted(space, node, count)
         self._cut(space, node, count)
         state.stats.blocks_evicted += count
         if not whole:
@@ -114,6 +116,8 @@ class Remover:
 
     def release(self, space: Namespace, rows: Rows) -> None:
         """Gives rows and the slots they hold back."""
+        if space.policy.remembers:
+            space.policy.forgotten(space, rows)
         for slots in space.table.release(rows):
             self.release_slots(slots if not space.optional_parts else slots[slots != NO_SLOT])
 

@@ -113,6 +113,7 @@ class PlannerConfig:
 
     first_generation: the counter's start, from the server's incarnation, so that no restart repeats a generation (> 0).
     ready_bytes: how much of each pool is pre-faulted at start; more by `CapacityReady`. None: all of it.
+    policy: which leaf goes first, a name of `policy.registry`; policy_seed: for those that draw lots.
     publish: whether `Published` commands are made; checksum: whether `ComputeChecksum` commands are made.
     """
 
@@ -120,6 +121,8 @@ class PlannerConfig:
     first_generation: int = 1
     ready_bytes: int | None = None
     compare_classes_every: int = 64  # grants that had to evict between two looks at the other slot classes
+    policy: str = "lru"
+    policy_seed: int = 0
     publish: bool = False
     checksum: bool = False
     limits: Limits = field(default_factory=Limits)

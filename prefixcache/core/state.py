@@ -15,8 +15,8 @@ from prefixcache.core.ids import ID_BYTES, KEY_BYTES, LeaseId, NamespaceId, Rese
 from prefixcache.core.leases import Lease
 from prefixcache.core.ledger import Stats
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.policy.base import EvictionPolicy
-from prefixcache.core.policy.lru import LeafLru
+from prefixcache.core.policy.base import Clock, EvictionPolicy
+from prefixcache.core.policy.registry import make_policy
 from prefixcache.core.radix import Node
 from prefixcache.core.reasons import Kind, Refusal
 from prefixcache.core.reservations import Reservation
@@ -54,6 +54,7 @@ class State:
         self.leases: dict[LeaseId, Lease] = {}
         self.reservations: dict[ReservationId, Reservation] = {}
         self.policies: dict[tuple[int, ...], EvictionPolicy] = {}
+        self.clock = Clock()
         self.deadlines = Deadlines()
         self.stats = Stats()
         self.expired_leases: OrderedDict[LeaseId, None] = OrderedDict()
@@ -88,7 +89,8 @@ class State:
         signature = tuple(sorted(strides))
         policy = self.policies.get(signature)
         if policy is None:
-            policy = self.policies[signature] = LeafLru()
+            policy = make_policy(self.config.policy, self.clock, self.config.policy_seed)
+            self.policies[signature] = policy
         return policy
 
     def remember_end(

@@ -1,0 +1,184 @@
+"""TG, "tree Gittins": evict the leaf whose next use is least likely per second of waiting for it.
+
+Rules: only leaves go. Each block has a class: how often it was seen, whether it was the last of its prompt, how well
+known the prefix was that it came behind, and how many new blocks came with it. What a class is worth at which age is
+learnt from what blocks of it did (`reuse`). The victim is the least of 64 leaves taken at random. Evicted blocks stay
+as ghosts, 4 for each block that fits, so that a reuse that came too late is learnt from as well, and a block that
+comes back is not new.
+
+Choices that look like bugs: the class of the prefix and "last" stay as they were when the block first came (taking the
+latest prompt's instead costs 0.1 to 0.3 points); the worth is refreshed by the time of events, so a replayed trace
+learns at the pace of the trace. Must not know: slots, sessions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixcache.core.ids import Rows
+from prefixcache.core.policy.base import Birth, Clock, equal_tail, tail_row
+from prefixcache.core.policy.leaves import LeafTable
+from prefixcache.core.policy.memory import GHOSTS_PER_BLOCK, Columns, Ghosts, Population, ghost_keys, tail_keys
+from prefixcache.core.policy.reuse import Classes, ReuseRecord
+from prefixcache.core.policy.sampling import Sampler
+from prefixcache.core.radix import NOT_QUEUED, Node
+
+if TYPE_CHECKING:
+    from prefixcache.core.namespaces import Namespace
+
+SAMPLED_LEAVES: Final = 64
+NEW_STEPS: Final = np.array([2, 6, 20, 60])  # new blocks of the request: below 2, below 6, ..., more
+SEEN_STEPS: Final = np.array([3, 4, 7, 17])  # times seen: 2, 3, 4-6, 7-16, more
+PREFIX_KINDS: Final = 3  # the block in front was never seen before, once, more often
+_NEW_KINDS: Final = len(NEW_STEPS) + 1
+_SEEN_KINDS: Final = len(SEEN_STEPS) + 1
+_FIRST_SEEN_AGAIN: Final = 2 * PREFIX_KINDS * _NEW_KINDS
+CLASSES: Final = _FIRST_SEEN_AGAIN + _SEEN_KINDS * PREFIX_KINDS * 2
+_MOST_SEEN: Final = 255
+
+
+class TreeGittins:
+    """See the module's rules. Columns: times seen (0: not there), traits (prefix kind x 2 + last), class, last use."""
+
+    remembers = True
+
+    def __init__(self, clock: Clock, seed: int) -> None:
+        self._clock = clock
+        self._columns = Columns([("seen", "u1"), ("traits", "u1"), ("class", "<i8"), ("time", "<f8")])
+        self._leaves = LeafTable()
+        self._reuse = ReuseRecord(CLASSES)
+        self._sampler = Sampler(seed, SAMPLED_LEAVES)
+        self._ghosts: Ghosts[tuple[int, int, int, float]] = Ghosts()
+        self._population = Population()
+
+    def add_leaf(self, node: Node, tick: int) -> None:
+        node.tick = tick
+        self._leaves.add(node, *self._tail(node))
+
+    def touch_leaf(self, node: Node, tick: int) -> None:
+        node.tick = tick
+        if node.rank != NOT_QUEUED:
+            self._leaves.change(node, *self._tail(node))
+
+    def retick_leaf(self, node: Node, tick: int) -> None:
+        self.touch_leaf(node, tick)
+
+    def remove_leaf(self, node: Node) -> None:
+        if node.rank != NOT_QUEUED:
+            self._leaves.remove(node)
+
+    def victim(self) -> Node | None:
+        count = len(self._leaves)
+        if not count:
+            return None
+        places = np.arange(count) if count <= SAMPLED_LEAVES else self._sampler.indices(count)
+        classes, times = self._leaves.at(places)
+        worth = self._reuse.worth_at(classes, self._clock.now - times)
+        return self._leaves.node(int(places[np.argmin(worth)]))
+
+    def run_length(self, node: Node, most: int) -> int:
+        """Blocks of one use and one class are worth the same."""
+        if most == 1 or node.space is None:
+            return 1
+        tail = self._columns.of(node.space)[node.row_array()[-most:]]
+        return equal_tail((tail["class"] != tail["class"][-1]) | (tail["time"] != tail["time"][-1]))
+
+    def leaf_count(self) -> int:
+        return len(self._leaves)
+
+    def expected(self, space: Namespace, keys: bytes) -> None:
+        """Room is wanted: time to look at what was learnt."""
+        self._reuse.refresh(self._clock.now)
+
+    def used(self, space: Namespace, rows: Rows) -> None:
+        now = self._clock.now
+        columns = self._columns.of(space)
+        before = columns[rows]
+        self._reuse.end(before["class"], before["time"], now, reused=True)
+        seen = np.minimum(before["seen"].astype(np.int64) + 1, _MOST_SEEN)
+        classes = class_seen_again(seen, before["traits"])
+        columns["seen"][rows] = seen
+        self._begin(columns, rows, classes)
+
+    def stored(self, space: Namespace, node: Node, birth: Birth) -> None:
+        columns = self._columns.of(space)
+        rows = node.row_array()
+        prefix = prefix_kind(int(columns["seen"][birth.hit_row])) if birth.hit_row >= 0 else 0
+        names = list(ghost_keys(node.edge))
+        last = np.zeros(len(rows), np.int64)
+        last[-1] = node.edge.endswith(birth.last_key) if birth.last_key else False
+        seen = np.ones(len(rows), np.int64)
+        came_back = []
+        for place, name in enumerate(names):
+            ghost = self._ghosts.pop(name)
+            if ghost is not None:
+                came_back.append((ghost[2], ghost[3]))
+                seen[place] = min(ghost[0] + 1, _MOST_SEEN)
+                last[place] = ghost[1] & 1
+        if came_back:
+            waited = np.array(came_back)
+            self._reuse.end(waited[:, 0].astype(np.int64), waited[:, 1], self._clock.now, reused=True)
+        traits = prefix * 2 + last
+        classes = np.where(seen > 1, class_seen_again(seen, traits), class_of_new(birth.new_blocks, traits))
+        columns["seen"][rows] = seen
+        columns["traits"][rows] = traits
+        self._begin(columns, rows, classes)
+        self._population.add(len(rows))
+
+    def evicted(self, space: Namespace, node: Node, count: int) -> None:
+        columns = self._columns.of(space)
+        rows = node.row_array()[-count:]
+        for name, entry in zip(tail_keys(node, count), reversed(columns[rows].tolist()), strict=True):
+            if entry[0]:
+                self._ghosts.add(name, entry)
+        self._gone(columns, rows)
+        self._drop_ghosts()
+
+    def forgotten(self, space: Namespace, rows: Rows) -> None:
+        columns = self._columns.of(space)
+        rows = rows[columns["seen"][rows] > 0]
+        if len(rows):
+            cleared = columns[rows]
+            self._reuse.end(cleared["class"], cleared["time"], self._clock.now, reused=False)
+            self._gone(columns, rows)
+
+    def _begin(self, columns: NDArray[Any], rows: Rows, classes: Classes) -> None:
+        columns["class"][rows] = classes
+        columns["time"][rows] = self._clock.now
+        self._reuse.begin(classes, self._clock.now)
+
+    def _gone(self, columns: NDArray[Any], rows: Rows) -> None:
+        columns["seen"][rows] = 0
+        self._population.live -= len(rows)
+
+    def _drop_ghosts(self) -> None:
+        dropped = []
+        while len(self._ghosts) > GHOSTS_PER_BLOCK * self._population.peak:
+            dropped.append(self._ghosts.pop_oldest()[2:])
+        if dropped:
+            waited = np.array(dropped)
+            self._reuse.end(waited[:, 0].astype(np.int64), waited[:, 1], self._clock.now, reused=False)
+
+    def _tail(self, node: Node) -> tuple[int, float]:
+        """(class, time of last use) of the tail."""
+        assert node.space is not None
+        entry = self._columns.of(node.space)[tail_row(node)]
+        return int(entry["class"]), float(entry["time"])
+
+
+def prefix_kind(seen: int) -> int:
+    """How well known a prefix was whose deepest block has been seen so often, this time included."""
+    return min(max(seen - 1, 0), PREFIX_KINDS - 1)
+
+
+def class_of_new(new_blocks: int, traits: Classes) -> Classes:
+    """Class of blocks seen once."""
+    return traits * _NEW_KINDS + int(np.searchsorted(NEW_STEPS, new_blocks, side="right"))
+
+
+def class_seen_again(seen: Classes, traits: NDArray[Any]) -> Classes:
+    """Class of blocks seen more than once."""
+    return _FIRST_SEEN_AGAIN + np.searchsorted(SEEN_STEPS, seen, side="right") * PREFIX_KINDS * 2 + traits

@@ -7,7 +7,7 @@ than what it evicts. A leaf that is pinned is parked and comes back with its pin
 from __future__ import annotations
 
 from prefixcache.core.commands import Command
-from prefixcache.core.policy.base import EvictionPolicy
+from prefixcache.core.policy.base import Bids, EvictionPolicy
 from prefixcache.core.radix import Node
 from prefixcache.core.removal import Remover
 from prefixcache.core.state import State
@@ -20,8 +20,9 @@ class Evictor:
         self.state = state
         self.remover = remover
 
-    def free_up(self, stride: int, wanted: int, out: list[Command]) -> bool:
-        """Evicts blocks that use this class until `wanted` slots are free. False: nothing more may go."""
+    def free_up(self, stride: int, wanted: int, out: list[Command], bids: Bids | None = None) -> bool:
+        """Evicts blocks that use this class until `wanted` slots are free, or as many as the `bids` that do
+        not give up need (of one slot each). False: nothing more may go."""
         pool = self.state.host
         while (missing := wanted - pool.free_slots(stride)) > 0:
             policy = self.oldest_policy(stride, using=True)
@@ -30,7 +31,11 @@ class Evictor:
             node = policy.victim()
             assert node is not None
             assert node.space is not None
-            self.evict_from(policy, -(-missing // node.space.strides.count(stride)), out)
+            each = node.space.strides.count(stride)
+            if bids is not None and bids.gives_up(policy.victim_worth()):
+                wanted -= each
+                continue
+            self.evict_from(policy, -(-missing // each), out)
         return True
 
     def evict_from(self, policy: EvictionPolicy, most: int, out: list[Command]) -> int:

@@ -29,7 +29,10 @@ from prefixcache.core.state import Session, State
 class Plan:
     """What a Reserve may get: which visible blocks lack which optional parts, and how many new blocks follow."""
 
-    __slots__ = ("fresh_from", "fresh_parts", "fresh_want", "patch_blocks", "patch_parts", "patch_rows", "skipped")
+    __slots__ = (
+        "birth", "fresh_from", "fresh_keys", "fresh_parts", "fresh_want", "patch_blocks", "patch_parts", "patch_rows",
+        "skipped",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.skipped: Counter[Skip] = Counter()
@@ -38,6 +41,8 @@ class Plan:
         self.patch_parts: dict[int, NDArray[np.bool_]] = {}  # part -> bool[patches]: is wanted there
         self.fresh_from = 0
         self.fresh_want = 0
+        self.fresh_keys = b""  # of policies that remember only, as is `birth`
+        self.birth = UNKNOWN_BIRTH
         self.fresh_parts: list[int] = []
 
     def skip(self, reason: Skip, blocks: int) -> None:
@@ -68,7 +73,7 @@ class Granting:
         visible = space.visible_blocks(path.nodes, path.blocks)
         hold = self._use_prefix(space, path, visible)
         plan = self._plan(event, space, path, visible)
-        grants, patches, fresh = self._allocate(space, plan, event.keys, out)
+        grants, patches, fresh = self._allocate(space, plan, out)
         if patches + fresh == 0:
             self.remover.unpin_all(hold)
             self.nothing(event, plan, now, out)
@@ -79,6 +84,7 @@ class Granting:
         reservation = self.begin(event, session, space, (blocks, grants, plan.skipped, patches), now)
         if fresh:
             self._graft(reservation, path, event.keys, fresh)
+            reservation.birth = plan.birth
         if patches:
             for pin in hold:
                 pin.holder = reservation.pins
@@ -191,6 +197,9 @@ class Granting:
             plan.skip(Skip.QUOTA, missing)
         else:
             plan.fresh_want = missing
+            if space.policy.remembers:
+                plan.fresh_keys = event.keys[plan.fresh_from * KEY_BYTES :]
+                plan.birth = _birth(path, event.keys)
             plan.fresh_parts = [part for part in range(len(space.strides)) if mask >> part & 1]
         return plan
 
@@ -219,7 +228,7 @@ class Granting:
         plan.skip(Skip.BEING_WRITTEN, busy_only)
         plan.skip(Skip.ALREADY_STORED, count - int(np.count_nonzero(wanted)) - busy_only)
 
-    def _allocate(self, space: Namespace, plan: Plan, keys: bytes, out: list[Command]) -> tuple[dict[int, Slots], int, int]:
+    def _allocate(self, space: Namespace, plan: Plan, out: list[Command]) -> tuple[dict[int, Slots], int, int]:
         """Slots for patches and fresh blocks: (slots by part over both, patches granted, fresh blocks granted)."""
         patches = len(plan.patch_blocks)
         patch_slots = self._allocate_patches(space, plan, out)
@@ -229,9 +238,7 @@ class Granting:
             patch_slots = {}
         fresh_slots: dict[int, Slots] = {}
         if plan.fresh_want:
-            if space.policy.remembers:
-                space.policy.expected(space, keys[plan.fresh_from * KEY_BYTES :])
-            fresh_slots = self.room.allocate(space, plan.fresh_parts, plan.fresh_want, out)
+            fresh_slots = self._allocate_fresh(space, plan, out)
         fresh = len(next(iter(fresh_slots.values()))) if fresh_slots else 0
         plan.skip(Skip.POOL_FULL, plan.fresh_want - fresh)
         slots = {}
@@ -240,6 +247,18 @@ class Granting:
             tail = fresh_slots.get(part, np.full(fresh, NO_SLOT, np.uint32)) if fresh else head[:0]
             slots[part] = np.concatenate((head, tail))
         return slots, patches, fresh
+
+    def _allocate_fresh(self, space: Namespace, plan: Plan, out: list[Command]) -> dict[int, Slots]:
+        """Slots for what the pool can hold of the fresh blocks, and what the policy finds worth it."""
+        policy = space.policy
+        if not policy.remembers:
+            return self.room.allocate(space, plan.fresh_parts, plan.fresh_want, out)
+        bids = policy.expected(space, plan.fresh_keys, plan.birth)
+        slots = self.room.allocate(space, plan.fresh_parts, plan.fresh_want, out, bids)
+        refused = plan.fresh_keys[len(next(iter(slots.values()))) * KEY_BYTES :]
+        if refused:
+            policy.refused(space, refused, plan.birth)
+        return slots
 
     def _allocate_patches(self, space: Namespace, plan: Plan, out: list[Command]) -> dict[int, Slots] | None:
         """All patches or none: they are few, and half of one is of no use."""
@@ -262,8 +281,6 @@ class Granting:
         start = int(reservation.blocks[first])
         if path.blocks < start:
             path = self._graft_bare(space, path, keys, start)
-        if space.policy.remembers:
-            reservation.birth = _birth(path, keys)
         edge = keys[start * KEY_BYTES : (start + fresh) * KEY_BYTES]
         node = self._graft_node(space, path, edge)
         node.state = FILLING

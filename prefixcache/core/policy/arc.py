@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from prefixcache.core.ids import Rows
-from prefixcache.core.policy.base import Birth, equal_tail, tail_row
+from prefixcache.core.policy.base import Bids, Birth, equal_tail, tail_row
 from prefixcache.core.policy.heap import HeapPolicy, LeafHeap
 from prefixcache.core.policy.memory import Columns, Ghosts, Population, ghost_keys, tail_keys
 from prefixcache.core.radix import Node
@@ -49,7 +49,7 @@ class LeafArc(HeapPolicy):
         surplus = self._sizes[_ONCE] - int(self._share)
         return min(equal_tail(lists != lists[-1]), surplus if lists[-1] == _ONCE and surplus > 0 else run)
 
-    def expected(self, space: Namespace, keys: bytes) -> None:
+    def expected(self, space: Namespace, keys: bytes, birth: Birth) -> Bids | None:
         """A ghost that is wanted back says which list is too short."""
         once, again = self._ghosts[_ONCE], self._ghosts[_AGAIN]
         for key in ghost_keys(keys):
@@ -57,6 +57,7 @@ class LeafArc(HeapPolicy):
                 self._share = min(self._share + max(1.0, len(again) / len(once)), float(self._population.peak))
             elif key in again:
                 self._share = max(self._share - max(1.0, len(once) / len(again)), 0.0)
+        return None
 
     def used(self, space: Namespace, rows: Rows) -> None:
         lists = self._columns.of(space)["list"]

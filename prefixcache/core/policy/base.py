@@ -44,6 +44,23 @@ class Birth:
 UNKNOWN_BIRTH = Birth()
 
 
+class Bids:
+    """What each of the blocks that want room is worth, root first. Those at the end give up where they are worth less
+    than what would have to go for them."""
+
+    __slots__ = ("worths",)
+
+    def __init__(self, worths: list[float]) -> None:
+        self.worths = worths
+
+    def gives_up(self, worth: float) -> bool:
+        """Whether the last block is worth less than `worth`; it is taken back then."""
+        if not self.worths or self.worths[-1] >= worth:
+            return False
+        self.worths.pop()
+        return True
+
+
 class EvictionPolicy(Protocol):
     """`Node.rank` and `Node.tick` belong to the policy for as long as a node is a leaf it was told of. After
     `add_leaf`, `touch_leaf` and `retick_leaf` the tick must be the one given; a node it does not hold has the rank
@@ -74,8 +91,14 @@ class EvictionPolicy(Protocol):
     def leaf_count(self) -> int:
         """How many leaves it holds (for checks and status)."""
 
-    def expected(self, space: Namespace, keys: bytes) -> None:
-        """These blocks are missing and room for them is wanted now, before `victim` is asked."""
+    def expected(self, space: Namespace, keys: bytes, birth: Birth) -> Bids | None:
+        """These blocks are missing and room for them is wanted now, before `victim` is asked. None: at any price."""
+
+    def refused(self, space: Namespace, keys: bytes, birth: Birth) -> None:
+        """These blocks, the last of those expected, got no room."""
+
+    def victim_worth(self) -> float:
+        """What the victim is worth, in the unit of its bids."""
 
     def used(self, space: Namespace, rows: Rows) -> None:
         """A prompt hit these blocks, root first. The table still says when they were used before."""
@@ -91,11 +114,19 @@ class EvictionPolicy(Protocol):
 
 
 class Forgetful:
-    """What a policy does that only wants to know leaves."""
+    """What a policy does that only wants to know leaves; others override what they want to know."""
 
     remembers = False
 
-    def expected(self, space: Namespace, keys: bytes) -> None:
+    def victim_worth(self) -> float:
+        """It makes no bids."""
+        return 0.0
+
+    def expected(self, space: Namespace, keys: bytes, birth: Birth) -> Bids | None:
+        """Whatever comes is worth more than what was there."""
+        return None
+
+    def refused(self, space: Namespace, keys: bytes, birth: Birth) -> None:
         """Nothing to remember."""
 
     def used(self, space: Namespace, rows: Rows) -> None:

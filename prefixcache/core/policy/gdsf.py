@@ -39,9 +39,6 @@ class LeafGdsf(HeapPolicy):
         """The block in front of the tail is cheaper; its uses are its own."""
         return 1
 
-    def expected(self, space: Namespace, keys: bytes) -> None:
-        """What is missing does not change the order of what is there."""
-
     def used(self, space: Namespace, rows: Rows) -> None:
         columns = self._columns.of(space)
         columns["uses"][rows] += 1

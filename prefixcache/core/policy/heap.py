@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from prefixcache.core.policy.base import run_of_one_use
+from prefixcache.core.policy.base import Forgetful, run_of_one_use
 from prefixcache.core.radix import NOT_QUEUED, Node
 
 _TOLERATED = 64
@@ -50,7 +50,7 @@ class LeafHeap:
         return len(self._entries)
 
 
-class HeapPolicy:
+class HeapPolicy(Forgetful):
     """The leaf side of a policy that gives each leaf a place in a heap. It says which by `_place`."""
 
     remembers = True

@@ -41,9 +41,6 @@ class LeafLru2(HeapPolicy):
         tail = self._columns.of(node.space)[node.row_array()[-most:]]
         return equal_tail(tail != tail[-1])
 
-    def expected(self, space: Namespace, keys: bytes) -> None:
-        """What is missing does not change the order of what is there."""
-
     def used(self, space: Namespace, rows: Rows) -> None:
         columns = self._columns.of(space)
         columns["before"][rows] = columns["last"][rows]

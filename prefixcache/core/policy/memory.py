@@ -62,6 +62,10 @@ class Ghosts(Generic[Value]):
         """Takes what is kept of `key`."""
         return self._kept.pop(key, None)
 
+    def get(self, key: bytes) -> Value | None:
+        """Looks without taking."""
+        return self._kept.get(key)
+
     def __contains__(self, key: bytes) -> bool:
         return key in self._kept
 

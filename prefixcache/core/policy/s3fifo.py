@@ -52,9 +52,6 @@ class LeafS3Fifo(HeapPolicy):
         """The block in front of the tail has hits of its own."""
         return 1
 
-    def expected(self, space: Namespace, keys: bytes) -> None:
-        """What is missing does not change the order of what is there."""
-
     def used(self, space: Namespace, rows: Rows) -> None:
         hits = self._columns.of(space)["hits"]
         hits[rows] = np.minimum(hits[rows] + 1, _MOST_HITS)

@@ -15,6 +15,7 @@ _FIRST: Final = np.uint64(0xBF58_476D_1CE4_E5B9)
 _SECOND: Final = np.uint64(0x94D0_49BB_1331_11EB)
 _MASK: Final = (1 << 64) - 1
 _SHIFTS: Final = (np.uint64(30), np.uint64(27), np.uint64(31))
+_AHEAD: Final = 64  # calls served by one draw
 _UPPER: Final = np.uint64(32)
 
 
@@ -24,14 +25,20 @@ class Sampler:
     def __init__(self, seed: int, count: int) -> None:
         """count: how many numbers each `indices` gives."""
         self._state = seed & _MASK
-        self._steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_STEP)
-        self._advance = count * _STEP
+        self._steps = np.arange(1, _AHEAD * count + 1, dtype=np.uint64) * np.uint64(_STEP)
+        self._count = count
+        self._ready: list[NDArray[np.uint64]] = []
 
     def indices(self, bound: int) -> NDArray[np.int64]:
         """`count` numbers of [0, bound), repeats possible; 0 < bound < 2^32."""
+        if not self._ready:
+            self._ready = list(self._draw().reshape(_AHEAD, self._count))
+        return (self._ready.pop() * np.uint64(bound) >> _UPPER).view(np.int64)
+
+    def _draw(self) -> NDArray[np.uint64]:
+        """The next numbers below 2^32."""
         mixed = self._steps + np.uint64(self._state)
-        self._state = (self._state + self._advance) & _MASK
+        self._state = (self._state + len(self._steps) * _STEP) & _MASK
         mixed = (mixed ^ (mixed >> _SHIFTS[0])) * _FIRST
         mixed = (mixed ^ (mixed >> _SHIFTS[1])) * _SECOND
-        mixed ^= mixed >> _SHIFTS[2]
-        return ((mixed >> _UPPER) * np.uint64(bound) >> _UPPER).astype(np.int64)
+        return (mixed ^ (mixed >> _SHIFTS[2])) >> _UPPER

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixcache.core.ids import Rows
-from prefixcache.core.policy.base import Birth, Clock, equal_tail, tail_row
+from prefixcache.core.policy.base import Bids, Birth, Clock, equal_tail, tail_row
 from prefixcache.core.policy.leaves import LeafTable
 from prefixcache.core.policy.memory import GHOSTS_PER_BLOCK, Columns, Ghosts, Population, ghost_keys, tail_keys
 from prefixcache.core.policy.reuse import Classes, ReuseRecord
@@ -53,14 +53,19 @@ class TreeGittins:
         self._sampler = Sampler(seed, SAMPLED_LEAVES)
         self._ghosts: Ghosts[tuple[int, int, int, float]] = Ghosts()
         self._population = Population()
+        self._chosen: Node | None = None
+        self._chosen_at = -1
+        self._chosen_worth = 0.0
 
     def add_leaf(self, node: Node, tick: int) -> None:
         node.tick = tick
+        self._chosen = None
         self._leaves.add(node, *self._tail(node))
 
     def touch_leaf(self, node: Node, tick: int) -> None:
         node.tick = tick
         if node.rank != NOT_QUEUED:
+            self._chosen = None
             self._leaves.change(node, *self._tail(node))
 
     def retick_leaf(self, node: Node, tick: int) -> None:
@@ -68,16 +73,29 @@ class TreeGittins:
 
     def remove_leaf(self, node: Node) -> None:
         if node.rank != NOT_QUEUED:
+            self._chosen = None
             self._leaves.remove(node)
 
     def victim(self) -> Node | None:
+        """Stays the same until leaves or the time change, however often it is asked."""
+        if self._chosen is None or self._chosen_at != self._clock.tick:
+            self._chosen = self._choose()
+            self._chosen_at = self._clock.tick
+        return self._chosen
+
+    def victim_worth(self) -> float:
+        return self._chosen_worth
+
+    def _choose(self) -> Node | None:
         count = len(self._leaves)
         if not count:
             return None
         places = np.arange(count) if count <= SAMPLED_LEAVES else self._sampler.indices(count)
         classes, times = self._leaves.at(places)
         worth = self._reuse.worth_at(classes, self._clock.now - times)
-        return self._leaves.node(int(places[np.argmin(worth)]))
+        least = int(worth.argmin())
+        self._chosen_worth = float(worth[least])
+        return self._leaves.node(int(places[least]))
 
     def run_length(self, node: Node, most: int) -> int:
         """Blocks of one use and one class are worth the same."""
@@ -89,9 +107,16 @@ class TreeGittins:
     def leaf_count(self) -> int:
         return len(self._leaves)
 
-    def expected(self, space: Namespace, keys: bytes) -> None:
-        """Room is wanted: time to look at what was learnt."""
+    def expected(self, space: Namespace, keys: bytes, birth: Birth) -> Bids | None:
+        """Room is wanted: time to look at what was learnt, and at what the new blocks would be worth."""
         self._reuse.refresh(self._clock.now)
+        known = [self._ghosts.get(name) for name in ghost_keys(keys)]
+        seen = np.array([min(ghost[0] + 1, _MOST_SEEN) if ghost else 1 for ghost in known])
+        last = np.array([ghost[1] & 1 if ghost else 0 for ghost in known])
+        if known[-1] is None:
+            last[-1] = 1
+        classes = self._classes(space, birth, seen, last)[1]
+        return Bids(self._reuse.worth_at(classes, np.zeros(len(classes))).tolist())
 
     def used(self, space: Namespace, rows: Rows) -> None:
         now = self._clock.now
@@ -106,27 +131,48 @@ class TreeGittins:
     def stored(self, space: Namespace, node: Node, birth: Birth) -> None:
         columns = self._columns.of(space)
         rows = node.row_array()
-        prefix = prefix_kind(int(columns["seen"][birth.hit_row])) if birth.hit_row >= 0 else 0
-        names = list(ghost_keys(node.edge))
-        last = np.zeros(len(rows), np.int64)
-        last[-1] = node.edge.endswith(birth.last_key) if birth.last_key else False
-        seen = np.ones(len(rows), np.int64)
-        came_back = []
-        for place, name in enumerate(names):
-            ghost = self._ghosts.pop(name)
-            if ghost is not None:
-                came_back.append((ghost[2], ghost[3]))
-                seen[place] = min(ghost[0] + 1, _MOST_SEEN)
-                last[place] = ghost[1] & 1
-        if came_back:
-            waited = np.array(came_back)
-            self._reuse.end(waited[:, 0].astype(np.int64), waited[:, 1], self._clock.now, reused=True)
-        traits = prefix * 2 + last
-        classes = np.where(seen > 1, class_seen_again(seen, traits), class_of_new(birth.new_blocks, traits))
+        seen, traits, classes = self._meet(space, node.edge, birth)
         columns["seen"][rows] = seen
         columns["traits"][rows] = traits
         self._begin(columns, rows, classes)
         self._population.add(len(rows))
+
+    def refused(self, space: Namespace, keys: bytes, birth: Birth) -> None:
+        """What got no room may be wanted again all the same."""
+        now = self._clock.now
+        seen, traits, classes = self._meet(space, keys, birth)
+        ghosts = zip(ghost_keys(keys), seen.tolist(), traits.tolist(), classes.tolist(), strict=True)
+        for name, *ghost in reversed(list(ghosts)):
+            self._ghosts.add(name, (*ghost, now))
+        self._reuse.begin(classes, now)
+        self._drop_ghosts()
+
+    def _meet(self, space: Namespace, keys: bytes, birth: Birth) -> tuple[Classes, Classes, Classes]:
+        """(times seen, traits, class) of blocks that were not there; the wait of those that are ghosts ends."""
+        names = list(ghost_keys(keys))
+        seen, last = np.ones((len(names)), np.int64), np.zeros(len(names), np.int64)
+        last[-1] = keys.endswith(birth.last_key) if birth.last_key else 0
+        waited = []
+        for place, name in enumerate(names):
+            ghost = self._ghosts.pop(name)
+            if ghost is not None:
+                waited.append(ghost[2:])
+                seen[place] = min(ghost[0] + 1, _MOST_SEEN)
+                last[place] = ghost[1] & 1
+        self._end(waited, reused=True)
+        traits, classes = self._classes(space, birth, seen, last)
+        return seen, traits, classes
+
+    def _classes(self, space: Namespace, birth: Birth, seen: Classes, last: Classes) -> tuple[Classes, Classes]:
+        """(traits, class) of blocks that come now."""
+        prefix = prefix_kind(int(self._columns.of(space)["seen"][birth.hit_row])) if birth.hit_row >= 0 else 0
+        traits = prefix * 2 + last
+        return traits, np.where(seen > 1, class_seen_again(seen, traits), class_of_new(birth.new_blocks, traits))
+
+    def _end(self, waited: list[tuple[int, float]], *, reused: bool) -> None:
+        if waited:
+            pairs = np.array(waited)
+            self._reuse.end(pairs[:, 0].astype(np.int64), pairs[:, 1], self._clock.now, reused=reused)
 
     def evicted(self, space: Namespace, node: Node, count: int) -> None:
         columns = self._columns.of(space)
@@ -158,9 +204,7 @@ class TreeGittins:
         dropped = []
         while len(self._ghosts) > GHOSTS_PER_BLOCK * self._population.peak:
             dropped.append(self._ghosts.pop_oldest()[2:])
-        if dropped:
-            waited = np.array(dropped)
-            self._reuse.end(waited[:, 0].astype(np.int64), waited[:, 1], self._clock.now, reused=False)
+        self._end(dropped, reused=False)
 
     def _tail(self, node: Node) -> tuple[int, float]:
         """(class, time of last use) of the tail."""

@@ -264,6 +264,8 @@ def _planner_config(config: Config, memory: HostMemory) -> PlannerConfig:
         # A pool that was found again is in memory already, and its slots must be there for the snapshot.
         ready_bytes=0 if memory.snapshot is None else None,
         checksum=config.checksums,
+        policy=config.policy,
+        policy_seed=secrets.randbits(_GENERATION_BITS),
         limits=Limits(
             max_sessions=config.max_sessions,
             max_namespaces=config.max_namespaces,

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
+from prefixcache.core.policy.registry import DEFAULT as DEFAULT_POLICY
+from prefixcache.core.policy.registry import POLICIES
 from prefixcache.server import defaults, units
 
 ENV_PREFIX: Final = "PREFIXCACHE_"
@@ -63,6 +65,7 @@ class Config:
     host_writable: bool = _switch("workers write through their own mapping of the pool", default=True)
     host_slab_bytes: int = _size(0, "bytes of one slab of the pool; 0 chooses by the pool's size")
     host_prefault_threads: int = _count(2, "threads that touch the pool's pages ahead of need")
+    policy: str = _text(DEFAULT_POLICY, f"which cached block goes first: {', '.join(POLICIES)}")
     session_ttl: float = _time(30.0, "time to live of a gRPC session without a sign of life")
     session_ttl_max: float = _time(3600.0, "longest time to live a session may ask for")
     lease_ttl: float = _time(30.0, "time to live of a lease that asks for none")
@@ -217,6 +220,7 @@ def _check(config: Config) -> None:
                 raise ConfigError(f"{key}: {error}") from error
     if config.max_message_bytes < _LEAST_MESSAGE_BYTES:
         raise ConfigError(f"max_message_bytes must be at least {units.format_size(_LEAST_MESSAGE_BYTES)}")
+    _one_of("policy", config.policy, tuple(POLICIES))
     _one_of("log_format", config.log_format, ("human", "json"))
     _one_of("log_level", config.log_level, ("debug", "info", "warning", "error"))
     if not config.socket.startswith("/"):

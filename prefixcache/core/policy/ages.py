@@ -27,11 +27,10 @@ def age_bins(ages_s: Floats) -> NDArray[np.int64]:
     return np.searchsorted(_INNER_EDGES, ages_s)
 
 
-def smoothed_hazard(events: Floats, at_risk: Floats, weight: float) -> Floats:
-    """Chance of a reuse within each bin for those who reach it: `weight` pseudo-observations of all classes' hazard
-    are added to each class's own. events, at_risk: f64[classes, bins]."""
-    pooled = events.sum(axis=0) / np.maximum(at_risk.sum(axis=0), 1e-9)
-    return np.minimum((events + weight * pooled) / (at_risk + weight), MOST_HAZARD)
+def hazard(events: Floats, at_risk: Floats, prior: Floats, weight: float) -> Floats:
+    """Chance of a reuse within each bin for those who reach it, where `weight` observations of `prior` are added to
+    what was observed. events, at_risk: f64[classes, bins]; prior: the same, or one for all."""
+    return np.minimum((events + weight * prior) / (at_risk + weight), MOST_HAZARD)
 
 
 def reaching(ends: Floats) -> Floats:
@@ -39,19 +38,19 @@ def reaching(ends: Floats) -> Floats:
     return np.cumsum(ends[:, ::-1], axis=1)[:, ::-1]
 
 
-def gittins_index(hazard: Floats) -> Floats:
+def gittins_index(hazards: Floats) -> Floats:
     """f64[classes, bins]: the best ratio, over all horizons, of the chance of a reuse before the horizon to the time
     (seconds) spent waiting until then, for somebody who has just reached the bin.
 
     With survival S and T the area under it, the ratio from bin a to horizon b is (S[a] - S[b]) / (T[b] - T[a]).
     """
-    classes = len(hazard)
-    survival = np.concatenate((np.ones((classes, 1)), np.cumprod(1 - hazard, axis=1)), axis=1)
+    classes = len(hazards)
+    survival = np.concatenate((np.ones((classes, 1)), np.cumprod(1 - hazards, axis=1)), axis=1)
     # Reuses are spread evenly over a bin.
     area = np.cumsum((survival[:, :-1] + survival[:, 1:]) / 2 * _WIDTHS_S, axis=1)
     area = np.concatenate((np.zeros((classes, 1)), area), axis=1)
-    index = np.empty_like(hazard)
-    for start in range(hazard.shape[1]):
+    index = np.empty_like(hazards)
+    for start in range(hazards.shape[1]):
         chance = survival[:, start, None] - survival[:, start + 1 :]
         index[:, start] = (chance / (area[:, start + 1 :] - area[:, start, None])).max(axis=1)
     return index

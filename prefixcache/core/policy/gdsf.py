@@ -14,8 +14,8 @@ import numpy as np
 from prefixcache.core.ids import Rows
 from prefixcache.core.policy.base import Birth, tail_row
 from prefixcache.core.policy.heap import HeapPolicy, LeafHeap
-from prefixcache.core.radix import Node
 from prefixcache.core.policy.memory import Columns
+from prefixcache.core.radix import Node
 
 if TYPE_CHECKING:
     from prefixcache.core.namespaces import Namespace

@@ -18,22 +18,28 @@ from prefixcache.core.policy.ages import (
     Floats,
     age_bins,
     gittins_index,
+    hazard,
     reaching,
-    smoothed_hazard,
 )
 from prefixcache.core.policy.exposure import Exposure
 
 PERIOD_S: Final = 5.0
-DECAY: Final = 0.995  # of each period
-POOLED_WEIGHT: Final = 20.0
+DECAY: Final = 0.99  # of each period
+POOLED_WEIGHT: Final = 20.0  # observations of all classes together that a family starts from
+FAMILY_WEIGHT: Final = 5.0  # observations of its family that a class starts from
+_NOBODY: Final = 1e-9
 
 Classes = NDArray[np.int64]
 
 
 class ReuseRecord:
-    """See the module's rules. `worth`: f64[classes, bins], reuses per second of keeping a block."""
+    """See the module's rules. `worth`: f64[classes, bins], reuses per second of keeping a block.
 
-    def __init__(self, classes: int) -> None:
+    families: the family (0, 1, ...) of each class; classes of one family are alike until they show otherwise."""
+
+    def __init__(self, families: Classes) -> None:
+        classes = len(families)
+        self._families = families
         self._events: Floats = np.zeros((classes, AGE_BINS))
         self._censored: Floats = np.zeros((classes, AGE_BINS))
         self._exposure = Exposure(classes)
@@ -62,7 +68,15 @@ class ReuseRecord:
         self._censored *= DECAY**periods
         self._exposure.merge(now)
         at_risk = reaching(self._events + self._censored + self._exposure.by_age(now))
-        self.worth = gittins_index(smoothed_hazard(self._events, at_risk, POOLED_WEIGHT))
+        pooled = self._events.sum(axis=0) / np.maximum(at_risk.sum(axis=0), _NOBODY)
+        families = hazard(self._by_family(self._events), self._by_family(at_risk), pooled, POOLED_WEIGHT)
+        self.worth = gittins_index(hazard(self._events, at_risk, families[self._families], FAMILY_WEIGHT))
+
+    def _by_family(self, values: Floats) -> Floats:
+        """f64[families, bins]: sums over the classes of each."""
+        sums = np.zeros((int(self._families.max()) + 1, AGE_BINS))
+        np.add.at(sums, self._families, values)
+        return sums
 
     def worth_at(self, classes: Classes, ages_s: Floats) -> Floats:
         """What blocks of these classes and ages are worth."""

@@ -1,7 +1,7 @@
 """TG, "tree Gittins": evict the leaf whose next use is least likely per second of waiting for it.
 
 Rules: only leaves go. Each block has a class: how often it was seen, whether it was the last of its prompt, how well
-known the prefix was that it came behind, and how many new blocks came with it. What a class is worth at which age is
+known the prefix was that it came behind, how many new blocks came with it, and whether it came back at once. What a class is worth at which age is
 learnt from what blocks of it did (`reuse`). The victim is the least of 64 leaves taken at random. Evicted blocks stay
 as ghosts, 4 for each block that fits, so that a reuse that came too late is learnt from as well, and a block that
 comes back is not new.
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixcache.core.ids import Rows
+from prefixcache.core.policy.ages import Floats
 from prefixcache.core.policy.base import Bids, Birth, Clock, equal_tail, tail_row
 from prefixcache.core.policy.leaves import LeafTable
 from prefixcache.core.policy.memory import GHOSTS_PER_BLOCK, Columns, Ghosts, Population, ghost_keys, tail_keys
@@ -33,11 +34,19 @@ SAMPLED_LEAVES: Final = 64
 NEW_STEPS: Final = np.array([2, 6, 20, 60])  # new blocks of the request: below 2, below 6, ..., more
 SEEN_STEPS: Final = np.array([3, 4, 7, 17])  # times seen: 2, 3, 4-6, 7-16, more
 PREFIX_KINDS: Final = 3  # the block in front was never seen before, once, more often
+QUICK_S: Final = 2.0  # a block that was used again sooner is one of a loop, which has a rhythm of its own
+_TRAITS: Final = 2 * PREFIX_KINDS
 _NEW_KINDS: Final = len(NEW_STEPS) + 1
 _SEEN_KINDS: Final = len(SEEN_STEPS) + 1
-_FIRST_SEEN_AGAIN: Final = 2 * PREFIX_KINDS * _NEW_KINDS
-CLASSES: Final = _FIRST_SEEN_AGAIN + _SEEN_KINDS * PREFIX_KINDS * 2
+_FIRST_SEEN_AGAIN: Final = _TRAITS * _NEW_KINDS
+# Each class of blocks seen again comes twice, slow and quick; both are one family.
+FAMILIES: Final = np.concatenate(
+    (np.arange(_FIRST_SEEN_AGAIN), _FIRST_SEEN_AGAIN + np.repeat(np.arange(_SEEN_KINDS * _TRAITS), 2))
+)
 _MOST_SEEN: Final = 255
+
+Ghost = tuple[int, int, int, float]
+"""As in the columns: times seen, traits, class, time of last use."""
 
 
 class TreeGittins:
@@ -49,9 +58,9 @@ class TreeGittins:
         self._clock = clock
         self._columns = Columns([("seen", "u1"), ("traits", "u1"), ("class", "<i8"), ("time", "<f8")])
         self._leaves = LeafTable()
-        self._reuse = ReuseRecord(CLASSES)
+        self._reuse = ReuseRecord(FAMILIES)
         self._sampler = Sampler(seed, SAMPLED_LEAVES)
-        self._ghosts: Ghosts[tuple[int, int, int, float]] = Ghosts()
+        self._ghosts: Ghosts[Ghost] = Ghosts()
         self._population = Population()
         self._chosen: Node | None = None
         self._chosen_at = -1
@@ -111,11 +120,7 @@ class TreeGittins:
         """Room is wanted: time to look at what was learnt, and at what the new blocks would be worth."""
         self._reuse.refresh(self._clock.now)
         known = [self._ghosts.get(name) for name in ghost_keys(keys)]
-        seen = np.array([min(ghost[0] + 1, _MOST_SEEN) if ghost else 1 for ghost in known])
-        last = np.array([ghost[1] & 1 if ghost else 0 for ghost in known])
-        if known[-1] is None:
-            last[-1] = 1
-        classes = self._classes(space, birth, seen, last)[1]
+        classes = self._classes(space, birth, known, at_end=True)[2]
         return Bids(self._reuse.worth_at(classes, np.zeros(len(classes))).tolist())
 
     def used(self, space: Namespace, rows: Rows) -> None:
@@ -124,7 +129,7 @@ class TreeGittins:
         before = columns[rows]
         self._reuse.end(before["class"], before["time"], now, reused=True)
         seen = np.minimum(before["seen"].astype(np.int64) + 1, _MOST_SEEN)
-        classes = class_seen_again(seen, before["traits"])
+        classes = class_seen_again(seen, before["traits"], now - before["time"])
         columns["seen"][rows] = seen
         self._begin(columns, rows, classes)
 
@@ -149,25 +154,23 @@ class TreeGittins:
 
     def _meet(self, space: Namespace, keys: bytes, birth: Birth) -> tuple[Classes, Classes, Classes]:
         """(times seen, traits, class) of blocks that were not there; the wait of those that are ghosts ends."""
-        names = list(ghost_keys(keys))
-        seen, last = np.ones((len(names)), np.int64), np.zeros(len(names), np.int64)
-        last[-1] = keys.endswith(birth.last_key) if birth.last_key else 0
-        waited = []
-        for place, name in enumerate(names):
-            ghost = self._ghosts.pop(name)
-            if ghost is not None:
-                waited.append(ghost[2:])
-                seen[place] = min(ghost[0] + 1, _MOST_SEEN)
-                last[place] = ghost[1] & 1
-        self._end(waited, reused=True)
-        traits, classes = self._classes(space, birth, seen, last)
-        return seen, traits, classes
+        known = [self._ghosts.pop(name) for name in ghost_keys(keys)]
+        self._end([ghost[2:] for ghost in known if ghost is not None], reused=True)
+        at_end = bool(birth.last_key) and keys.endswith(birth.last_key)
+        return self._classes(space, birth, known, at_end=at_end)
 
-    def _classes(self, space: Namespace, birth: Birth, seen: Classes, last: Classes) -> tuple[Classes, Classes]:
-        """(traits, class) of blocks that come now."""
+    def _classes(
+        self, space: Namespace, birth: Birth, known: list[Ghost | None], *, at_end: bool
+    ) -> tuple[Classes, Classes, Classes]:
+        """(times seen, traits, class) of blocks that come now, `known` as ghosts or not. at_end: they end a prompt."""
+        now = self._clock.now
+        seen, last, ages = (np.array(column) for column in zip(*(_recall(ghost, now) for ghost in known), strict=True))
+        if known[-1] is None:
+            last[-1] = at_end
         prefix = prefix_kind(int(self._columns.of(space)["seen"][birth.hit_row])) if birth.hit_row >= 0 else 0
         traits = prefix * 2 + last
-        return traits, np.where(seen > 1, class_seen_again(seen, traits), class_of_new(birth.new_blocks, traits))
+        again = class_seen_again(seen, traits, ages)
+        return seen, traits, np.where(seen > 1, again, class_of_new(birth.new_blocks, traits))
 
     def _end(self, waited: list[tuple[int, float]], *, reused: bool) -> None:
         if waited:
@@ -223,6 +226,14 @@ def class_of_new(new_blocks: int, traits: Classes) -> Classes:
     return traits * _NEW_KINDS + int(np.searchsorted(NEW_STEPS, new_blocks, side="right"))
 
 
-def class_seen_again(seen: Classes, traits: NDArray[Any]) -> Classes:
-    """Class of blocks seen more than once."""
-    return _FIRST_SEEN_AGAIN + np.searchsorted(SEEN_STEPS, seen, side="right") * PREFIX_KINDS * 2 + traits
+def class_seen_again(seen: Classes, traits: NDArray[Any], waited_s: Floats) -> Classes:
+    """Class of blocks seen more than once, the last time after `waited_s`."""
+    kinds = np.searchsorted(SEEN_STEPS, seen, side="right") * _TRAITS + traits
+    return _FIRST_SEEN_AGAIN + 2 * kinds + (waited_s < QUICK_S)
+
+
+def _recall(ghost: Ghost | None, now: float) -> tuple[int, int, float]:
+    """(times seen with this one, whether last when it first came, seconds since) of a block that comes now."""
+    if ghost is None:
+        return 1, 0, 0.0
+    return min(ghost[0] + 1, _MOST_SEEN), ghost[1] & 1, now - ghost[3]

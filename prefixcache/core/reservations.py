@@ -34,8 +34,8 @@ class Reservation:
     """See the module's rules. `expired`: keys are free, slots are quarantined."""
 
     __slots__ = (
-        "birth", "blocks", "covered", "deadline", "ended", "expired", "fresh", "generation", "nodes", "patch_rows", "pins",
-        "reply", "reservation", "session", "slots", "space", "status",
+        "birth", "blocks", "covered", "deadline", "ended", "expired", "fresh", "generation", "nodes", "patch_rows",
+        "pins", "reply", "reservation", "session", "slots", "space", "status",
     )  # fmt: skip
 
     def __init__(self, space: Namespace, session: SessionId, reply: Reserved, fresh: int) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from prefixcache.core.policy.registry import DEFAULT as DEFAULT_POLICY
-from prefixcache.core.policy.registry import POLICIES
+from prefixcache.core.policy.names import DEFAULT as DEFAULT_POLICY
+from prefixcache.core.policy.names import NAMES as POLICIES
 from prefixcache.server import defaults, units
 
 ENV_PREFIX: Final = "PREFIXCACHE_"
@@ -220,7 +220,7 @@ def _check(config: Config) -> None:
                 raise ConfigError(f"{key}: {error}") from error
     if config.max_message_bytes < _LEAST_MESSAGE_BYTES:
         raise ConfigError(f"max_message_bytes must be at least {units.format_size(_LEAST_MESSAGE_BYTES)}")
-    _one_of("policy", config.policy, tuple(POLICIES))
+    _one_of("policy", config.policy, POLICIES)
     _one_of("log_format", config.log_format, ("human", "json"))
     _one_of("log_level", config.log_level, ("debug", "info", "warning", "error"))
     if not config.socket.startswith("/"):

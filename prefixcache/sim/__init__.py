@@ -1,1 +1,1 @@
-"""Replaying traces through the same planner and policies as the daemon's, to learn what a cache of some size is worth."""
+"""Traces through the same planner and policies as the daemon's, to learn what a cache of some size is worth."""

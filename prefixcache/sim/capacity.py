@@ -21,7 +21,9 @@ def capacity_blocks(text: str, unique_blocks: int, block_bytes: int | None) -> i
     if _SHARE.fullmatch(text):
         share = float(text)
         if not 0 < share <= 1:
-            raise ValueError(f"{text} is no share: shares are above 0 and at most 1; blocks are written without a point")
+            raise ValueError(
+                f"{text} is no share: shares are above 0 and at most 1; blocks are written without a point"
+            )
         blocks = int(unique_blocks * share)
     elif _BLOCKS.fullmatch(text):
         blocks = int(text)

@@ -15,10 +15,10 @@ Floats = NDArray[np.float64]
 AGE_BINS: Final = 72
 FIRST_EDGE_S: Final = 0.25
 EDGE_RATIO: Final = 2**0.25
-UPPER_EDGES_S: Final[Floats] = FIRST_EDGE_S * EDGE_RATIO ** np.arange(AGE_BINS)
+UPPER_EDGES_S: Final[Floats] = FIRST_EDGE_S * np.power(EDGE_RATIO, np.arange(AGE_BINS, dtype=np.float64))
 """Upper edge of each bin, seconds. The last bin holds everything older as well."""
 _INNER_EDGES: Final = UPPER_EDGES_S[:-1]
-_WIDTHS_S: Final = np.diff(UPPER_EDGES_S, prepend=0.0)
+_WIDTHS_S: Final[Floats] = np.diff(UPPER_EDGES_S, prepend=0.0)
 MOST_HAZARD: Final = 0.999  # certainty would leave nobody to reach the next bin
 
 

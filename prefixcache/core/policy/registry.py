@@ -1,6 +1,7 @@
 """Which policies there are, by the name that users give.
 
-Belongs here: one line per policy. A new one needs nothing else. Must not know: how any of them works.
+Belongs here: one line per policy. A new one needs that line and its name in `names`, nothing else. Must not know: how
+any of them works.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from prefixcache.core.policy.lru2 import LeafLru2
 from prefixcache.core.policy.s3fifo import LeafS3Fifo
 from prefixcache.core.policy.tree_gittins import TreeGittins
 
-DEFAULT: Final = "lru"
 POLICIES: Final[Mapping[str, Callable[[Clock, int], EvictionPolicy]]] = {
     "lru": lambda clock, seed: LeafLru(),
     "lru2": lambda clock, seed: LeafLru2(clock),

@@ -1,7 +1,7 @@
-"""What was learnt of reuse: per class, how often blocks were used again at which age, and what a block is worth by that.
+"""What was learnt of reuse: per class, how often blocks were used again at which age, and what that makes one worth.
 
 Rules: a wait begins when a block is used and ends with its next use (an event) or when nobody would notice one any more
-(censored); blocks and ghosts that still wait count as at risk at their age. Everything is halved slowly, so that old
+(censored); blocks and ghosts that still wait count as at risk at their age. Everything decays slowly, so that old
 habits fade. Must not know: keys, leaves, who asks.
 """
 

@@ -1,10 +1,11 @@
 """TG, "tree Gittins": evict the leaf whose next use is least likely per second of waiting for it.
 
 Rules: only leaves go. Each block has a class: how often it was seen, whether it was the last of its prompt, how well
-known the prefix was that it came behind, how many new blocks came with it, and whether it came back at once. What a class is worth at which age is
-learnt from what blocks of it did (`reuse`). The victim is the least of 64 leaves taken at random. Evicted blocks stay
-as ghosts, 4 for each block that fits, so that a reuse that came too late is learnt from as well, and a block that
-comes back is not new.
+known the prefix was that it came behind, how many new blocks came with it, and whether it came back at once. What a
+class is worth at which age is learnt from what blocks of it did (`reuse`). The victim is the least of 64 leaves taken
+at random. New blocks that are worth less than the victim stay out, the tail first. Blocks that went or stayed out are
+ghosts, 4 for each block that fits, so that a reuse that came too late is learnt from as well, and a block that comes
+back is not new.
 
 Choices that look like bugs: the class of the prefix and "last" stay as they were when the block first came (taking the
 latest prompt's instead costs 0.1 to 0.3 points); the worth is refreshed by the time of events, so a replayed trace
@@ -228,7 +229,7 @@ def class_of_new(new_blocks: int, traits: Classes) -> Classes:
 
 def class_seen_again(seen: Classes, traits: NDArray[Any], waited_s: Floats) -> Classes:
     """Class of blocks seen more than once, the last time after `waited_s`."""
-    kinds = np.searchsorted(SEEN_STEPS, seen, side="right") * _TRAITS + traits
+    kinds: Classes = np.searchsorted(SEEN_STEPS, seen, side="right") * _TRAITS + traits
     return _FIRST_SEEN_AGAIN + 2 * kinds + (waited_s < QUICK_S)
 
 

@@ -1,4 +1,5 @@
-"""Leaf-first GDSF: the leaf with the least (uses x recompute cost / bytes) goes first, with an age that rises.
+"""Leaf-first GDSF: the leaf with the least (uses x recompute cost / bytes) goes first, with an age that rises; the
+longest unused first among equals.
 
 Rules: a token costs more to recompute the further back it can look; `ATTENTION_TOKENS` is the depth at which attention
 costs as much as all else. Bytes are what the block's slots take. The age is the priority of the last victim, so what
@@ -62,4 +63,5 @@ class LeafGdsf(HeapPolicy):
     def _place(self, node: Node) -> None:
         space = node.space
         assert space is not None
-        self._heap.push(node, float(self._columns.of(space)["priority"][tail_row(node)]))
+        priority = float(self._columns.of(space)["priority"][tail_row(node)])
+        self._heap.push(node, (priority, node.tick))

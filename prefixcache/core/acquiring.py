@@ -60,6 +60,8 @@ class Acquiring:
             end = self._restorable(event, space, path, limit, out)
             if end < 0:
                 return
+        if space.policy.remembers and path.blocks:
+            space.policy.used(space, np.frombuffer(path.packed_rows(), ROW_DTYPE))
         if space.cold_blocks:
             path, end, wish = self._plan_loads(event, space, path, end, now, out)
         key_blocks = len(event.keys) // KEY_BYTES

@@ -305,6 +305,8 @@ def _planner_config(config: Config, memory: HostMemory, disk: DiskStore | None) 
         ready_bytes=0 if memory.snapshot is None else None,
         checksum=config.checksums,
         disk=disk.spec() if disk is not None else None,
+        policy=config.policy,
+        policy_seed=secrets.randbits(_GENERATION_BITS),
         limits=Limits(
             max_sessions=config.max_sessions,
             max_namespaces=config.max_namespaces,

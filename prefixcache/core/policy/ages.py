@@ -20,6 +20,7 @@ UPPER_EDGES_S: Final[Floats] = FIRST_EDGE_S * np.power(EDGE_RATIO, np.arange(AGE
 _INNER_EDGES: Final = UPPER_EDGES_S[:-1]
 _WIDTHS_S: Final[Floats] = np.diff(UPPER_EDGES_S, prepend=0.0)
 MOST_HAZARD: Final = 0.999  # certainty would leave nobody to reach the next bin
+_LEAST_SURVIVAL: Final = 1e-9  # what waits longer than all others of its class is worth nothing, not a division by 0
 
 
 def age_bins(ages_s: Floats) -> NDArray[np.int64]:
@@ -46,6 +47,7 @@ def gittins_index(hazards: Floats) -> Floats:
     """
     classes = len(hazards)
     survival = np.concatenate((np.ones((classes, 1)), np.cumprod(1 - hazards, axis=1)), axis=1)
+    survival = np.maximum(survival, _LEAST_SURVIVAL)
     # Reuses are spread evenly over a bin.
     area = np.cumsum((survival[:, :-1] + survival[:, 1:]) / 2 * _WIDTHS_S, axis=1)
     area = np.concatenate((np.zeros((classes, 1)), area), axis=1)

@@ -25,6 +25,7 @@ class Exposure:
         self._classes = classes
         self._starts: Floats = np.full(_FIRST_CELLS, np.inf)
         self._starts[0] = -np.inf
+        self._ends: Floats = np.zeros(_FIRST_CELLS)  # the latest use in each cell
         self._counts: NDArray[np.int64] = np.zeros((_FIRST_CELLS, classes), np.int64)
         self._used = 1
 
@@ -37,9 +38,11 @@ class Exposure:
         if now - self._starts[self._used - 1] >= _LEAST_WIDTH_S:
             if self._used == len(self._starts):
                 self._starts = np.concatenate((self._starts, np.full(self._used, np.inf)))
+                self._ends = np.concatenate((self._ends, np.zeros(self._used)))
                 self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
             self._starts[self._used] = now
             self._used += 1
+        self._ends[self._used - 1] = now
         np.add.at(self._counts[self._used - 1], classes, 1)
 
     def remove(self, classes: NDArray[np.int64], times_s: Floats) -> None:
@@ -49,24 +52,24 @@ class Exposure:
 
     def by_age(self, now: float) -> Floats:
         """f64[classes, bins]: how many wait, by their age now."""
-        starts = self._starts[: self._used]
-        ends = np.append(starts[1:], now)
-        middles = np.where(np.isinf(starts), ends, (starts + ends) / 2)
+        # Nobody is in the first cell, which is there so that every time has one.
+        middles = (self._starts[1 : self._used] + self._ends[1 : self._used]) / 2
         result = np.zeros((self._classes, AGE_BINS))
-        np.add.at(result.T, age_bins(np.maximum(now - middles, 0.0)), self._counts[: self._used])
+        np.add.at(result.T, age_bins(now - middles), self._counts[1 : self._used])
         return result
 
     def merge(self, now: float) -> None:
         """Joins neighbours that together are narrow for their age."""
-        starts = self._starts[: self._used].tolist()
+        used = self._used
+        starts, ends = self._starts[:used].tolist(), self._ends[:used].tolist()
         kept = [0]
-        for cell in range(1, len(starts)):
-            end = starts[cell + 1] if cell + 1 < len(starts) else now
-            if end - starts[kept[-1]] > (now - end) * _WIDTH_SHARE:
+        for cell in range(1, used):
+            if ends[cell] - starts[kept[-1]] > (now - ends[cell]) * _WIDTH_SHARE:
                 kept.append(cell)
-        counts = np.add.reduceat(self._counts[: self._used], kept, axis=0)
-        self._counts[: len(kept)] = counts
-        self._counts[len(kept) : self._used] = 0
-        self._starts[: len(kept)] = self._starts[kept]
-        self._starts[len(kept) : self._used] = np.inf
-        self._used = len(kept)
+        count = len(kept)
+        self._counts[:count] = np.add.reduceat(self._counts[:used], kept, axis=0)
+        self._counts[count:used] = 0
+        self._ends[:count] = np.maximum.reduceat(self._ends[:used], kept)
+        self._starts[:count] = self._starts[kept]
+        self._starts[count:used] = np.inf
+        self._used = count

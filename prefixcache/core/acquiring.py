@@ -60,8 +60,7 @@ class Acquiring:
             end = self._restorable(event, space, path, limit, out)
             if end < 0:
                 return
-        if space.policy.remembers and path.blocks:
-            space.policy.used(space, np.frombuffer(path.packed_rows(), ROW_DTYPE))
+        _tell_policy(space, path)
         if space.cold_blocks:
             path, end, wish = self._plan_loads(event, space, path, end, now, out)
         key_blocks = len(event.keys) // KEY_BYTES
@@ -330,6 +329,12 @@ class Acquiring:
             return True
         state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID, text, event.lease)
         return False
+
+
+def _tell_policy(space: Namespace, path: Path) -> None:
+    """What a prompt hit, for policies that remember blocks."""
+    if space.policy.remembers and path.blocks:
+        space.policy.used(space, np.frombuffer(path.packed_rows(), ROW_DTYPE))
 
 
 def _node_at(path: Path, end: int) -> Node:

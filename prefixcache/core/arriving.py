@@ -27,6 +27,8 @@ def tell_waiters(state: State, load: Load, *, over: bool, out: list[Command]) ->
     for lease in list(load.waiters):
         _tell(state, load, lease, out)
     if over:
+        for lease in load.waiters:  # they wait for other loads as well
+            lease.loads.remove(load)
         load.waiters.clear()
 
 

@@ -72,7 +72,7 @@ def _check_space(space: Namespace, live: Counter[int], clean: Counter[TieredLeav
         must((index.numbers(rows) == node.number).all(), "a row is said to be in another node")
         for part, column in enumerate(space.table.parts):
             segments = column.segments[rows]
-            if node.cold:
+            if node.cold and node.state != DETACHED:
                 must((segments != NO_SEGMENT).all(), "rule 5: a block is in no tier")
             for number in segments[segments != NO_SEGMENT].tolist():
                 live[number] += space.spec.parts[part].size_bytes
@@ -118,3 +118,4 @@ def _check_loads(planner: Planner, loader: Loader) -> None:
         planned_end = lease.reply.from_block + lease.reply.planned_blocks
         if lease.ready_end < planned_end and lease.stop is None and lease.cold is not None:
             must(lease.loads, "rule 3: a lease waits for nothing")
+        must(all(load.number in loader.loads for load in lease.loads), "rule 3: a lease waits for what has ended")

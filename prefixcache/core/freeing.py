@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixcache.core.commands import Command, FreeSegment, Records
+from prefixcache.core.commands import Command, FreeSegment, Records, RevokeRecords
 from prefixcache.core.disk import Segment
 from prefixcache.core.events import SegmentFreed, WriteEnd
 from prefixcache.core.ids import KEY_BYTES, Rows
@@ -75,23 +75,36 @@ class Freer:
         for records, (ends, segments, pages) in zip(keep, event.kept, strict=True):
             space = self.state.namespaces.get(records.namespace)
             if space is not None:
-                self._settle(space, records, ends == WriteEnd.OK, (segments, pages))
+                self._settle(space, records, ends == WriteEnd.OK, (segments, pages), out)
         if event.freed:
             for space, part, rows, _ in disk.live_in(segment):
                 disk.lose(space, part, rows)
                 self._forget_cold(space, rows, out)
             del disk.segments[event.segment]
 
-    def _settle(self, space: Namespace, records: Records, fine: NDArray[np.bool_], places: tuple[Rows, Rows]) -> None:
-        """What was appended again is there from now on, if it is still where it was."""
+    def _settle(
+        self,
+        space: Namespace,
+        records: Records,
+        fine: NDArray[np.bool_],
+        places: tuple[Rows, Rows],
+        out: list[Command],
+    ) -> None:
+        """What was appended again is there from now on, if it is still where it was. What was cleared meanwhile is
+        newer on disk than its tombstone now, so it gets another one."""
         segments, pages = places
+        gone = np.zeros(len(fine), np.bool_)
         for part in range(len(space.strides)):
             column = space.table.parts[part]
-            mine = fine & (records.parts == part)
+            mine = np.flatnonzero(fine & (records.parts == part))
             rows = records.rows[mine]
             same = (column.segments[rows] == records.segments[mine]) & (column.pages[rows] == records.pages[mine])
+            gone[mine[~same]] = True
             if same.any():
                 self.state.disk.place(space, part, rows[same], segments[mine][same], pages[mine][same])
+        if gone.any():
+            keys = np.frombuffer(records.keys, np.uint8).reshape(-1, KEY_BYTES)[gone]
+            out.append(RevokeRecords(space.number, keys.tobytes()))
 
     def _forget_cold(self, space: Namespace, rows: Rows, out: list[Command]) -> None:
         index = space.tree.index

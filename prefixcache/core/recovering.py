@@ -135,9 +135,10 @@ class Recoverer:
                 if len(ready) != 1:
                     break
                 run.append(ready[0])
-            stack += ready
-            if not self._graft(space, told, run, out):
-                # The front left meanwhile, and with it whatever would hang from this.
+            if self._graft(space, told, run, out):
+                stack += ready
+            else:
+                # The front left meanwhile; what would hang from this stays behind and is counted at the end.
                 for gone in run:
                     told.found.pop(gone, None)
                 self.state.stats.disk_drops[DiskDrop.ORPHANED] += len(run)

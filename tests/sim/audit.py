@@ -70,6 +70,8 @@ def check_planned(
         if has_full(spec) and any(prompt.key(block) not in visible for block in range(start, start + expected)):
             raise SimError("the table holds blocks that were never announced")
     cut_short = space.on_disk and reply.stop in CUT_SHORT and reply.planned_blocks < expected
+    if reply.ready_blocks < reply.planned_blocks and not event.deadline_s:
+        raise SimError("a worker that would not wait was promised what is on disk")
     if reply.planned_blocks != expected and not cut_short:
         raise SimError(f"{reply.planned_blocks} blocks planned, {expected} are there")
     if reply.planned_blocks and spec.kind is NamespaceKind.TOKENS:

@@ -169,8 +169,8 @@ class FakeDisk:
             found = [self.segments[command.segment].get(int(page)) for page in records.pages]
             if any(record is None for record in found):
                 raise SimError("asked to keep what is not there")
-            some = [place for place, record in enumerate(found) if record is not None and not record.rotten]
-            contents = [record.content for record in found if record is not None and not record.rotten]
+            good = [(at, each) for at, each in enumerate(found) if each and not each.rotten and not self.revoked(each)]
+            some, contents = [at for at, _ in good], [record.content for _, record in good]
             ends = np.full(len(found), WriteEnd.FAILED, np.uint8)
             places = np.zeros((len(found), 2), np.uint32)
             ends[some], places[some] = self._append(records, some, self.draw(), contents)

@@ -44,6 +44,7 @@ from prefixcache.core.events import (
     CommitRequested,
     Coverage,
     DiskChanged,
+    DiskRecovered,
     DrainStarted,
     Event,
     FlushStarted,
@@ -78,7 +79,7 @@ from tests.sim.workers import Prompt, Reading, Worker, Writing
 class Simulator:
     """`run()` raises SimError or InvariantError if anything is wrong; `log` tells what happened."""
 
-    def __init__(self, seed: int | random.Random) -> None:
+    def __init__(self, seed: int | random.Random, flavours: tuple[str, ...] = tuple(FLAVOURS)) -> None:
         self.rng = random.Random(seed) if isinstance(seed, int) else seed
         self.memory = Memory()
         self.executor = Executor(self.memory, self.rng)
@@ -90,7 +91,8 @@ class Simulator:
         self.visible: dict[int, set[bytes]] = {}
         self.sums: Counter[str] = Counter()
         self.waiting: dict[bytes, tuple[Worker, Prompt, AcquireRequested]] = {}
-        self.flavour = self.rng.choice(list(FLAVOURS))
+        self.flavour = self.rng.choice(flavours)
+        self.cleared: dict[int, set[bytes]] = {}  # keys that may not come back by themselves
         specs, self.rare_things = FLAVOURS[self.flavour]
         chosen = self.rng.sample(specs, min(len(specs), self.rng.choice((1, 2, 2, 3))))
         self.specs = {number: SPECS[number] for number in chosen}
@@ -231,7 +233,10 @@ class Simulator:
         number = self.rng.choice(list(self.specs))
         prompt = self.prompt(number)
         keys = self.rng.choice((None, prompt.keys, prompt.keys))
+        before = {space: set(visible) for space, visible in self.visible.items()}
         self.send(ClearRequested(self.rng.choice((None, number)) if keys is None else number, keys))
+        for space, visible in self.visible.items():
+            self.cleared.setdefault(space, set()).update(before[space] - visible)
 
     def faulted_in(self) -> None:
         self.send(CapacityReady(HOST_POOL, self.rng.randint(0, self.slabs * 4) * GRANULE))
@@ -511,6 +516,10 @@ class Simulator:
             if event.parent and event.parent not in visible and audit.has_full(self.specs[event.namespace]):
                 raise SimError("stored below a parent that is not there")
             visible |= keys
+            cleared = self.cleared.setdefault(event.namespace, set())
+            if isinstance(self.history[-1][1], DiskRecovered) and keys & cleared:
+                raise SimError("what was cleared came back from disk")
+            cleared -= keys
         elif event.change is Change.REMOVED:
             if not keys <= visible:
                 raise SimError("removed what was not there")

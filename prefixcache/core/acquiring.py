@@ -58,8 +58,7 @@ class Acquiring:
             end = space.restorable(rows, from_block, limit)
             if space.table.unverified and self.checks.hold(event, space, rows[from_block:end], out):
                 return
-        if space.policy.remembers and path.blocks:
-            space.policy.used(space, np.frombuffer(path.packed_rows(), ROW_DTYPE))
+        _remember(space, path)
         tokens = space.block_tokens
         state.stats.acquires += 1
         total = event.prompt_tokens
@@ -249,6 +248,12 @@ class Acquiring:
             return True
         state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID, text, event.lease)
         return False
+
+
+def _remember(space: Namespace, path: Path) -> None:
+    """A prompt hit these blocks; only some policies want to know."""
+    if space.policy.remembers and path.blocks:
+        space.policy.used(space, np.frombuffer(path.packed_rows(), ROW_DTYPE))
 
 
 def _node_at(path: Path, end: int) -> Node:

@@ -107,6 +107,10 @@ def _parse(line: bytes) -> Request:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
+    return _request(row)
+
+
+def _request(row: dict[str, Any]) -> Request:
     timestamp = _field(row, "timestamp")
     if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not abs(timestamp) <= _MAX_TIME_MS:
         raise ValueError(f"timestamp must be milliseconds, not {str(timestamp)[:40]}")

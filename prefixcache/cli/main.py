@@ -32,6 +32,7 @@ class Section(StrEnum):
     STORE = "store"
     INDEX = "index"
     OVERHEAD = "overhead"
+    DISK = "disk"
     ALL = "all"
 
 
@@ -135,7 +136,8 @@ def config_show(context: typer.Context, *, config: ConfigFile = None, json: Json
 def bench(
     context: typer.Context,
     sections: Annotated[
-        list[Section] | None, typer.Argument(metavar="[acquire|load|store|index|overhead|all]...", show_default="all")
+        list[Section] | None,
+        typer.Argument(metavar="[acquire|load|store|index|overhead|disk|all]...", show_default="all"),
     ] = None,
     *,
     quick: Annotated[

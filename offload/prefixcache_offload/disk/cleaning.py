@@ -58,6 +58,13 @@ class Cleaner:
         keep: ENTRY[k] as for a read. A segment that does not exist is freed already; one that a recovery has not
         told of yet stays, because nobody knows yet what it clears.
         """
+        tail = self._writer.tail
+        with self._shared.lock:
+            segment = self._shared.table.by_number.get(number)
+            if segment is not None:
+                tail.leave(segment)  # else what is kept would be appended to the very segment that goes
+        if segment is not None:
+            tail.settle(segment)
         _Freeing(self._shared, self._reader, self._writer, number, keep, done).go_on()
 
 

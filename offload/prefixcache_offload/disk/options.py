@@ -33,8 +33,8 @@ class DiskOptions:
     retry_s: float = 5.0
     retry_max_s: float = 60.0
     read_errors_until_off: int = 3
-    writers: int = 2
-    readers: int = 2
+    writers: int = 3
+    readers: int = 4
 
     def __post_init__(self) -> None:
         """Raise DiskRefused when these sizes cannot work."""

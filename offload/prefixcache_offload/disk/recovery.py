@@ -5,12 +5,13 @@ unread can revoke a record that was told. Of two records of one name the newer i
 block can be served (is its whole chain known) is for the caller to say; `orphans` helps.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from prefixcache_offload.disk.footers import Footers, read_piece
 from prefixcache_offload.disk.records import (
     ENTRY,
     KEY_BYTES,
@@ -18,22 +19,24 @@ from prefixcache_offload.disk.records import (
     Bytes,
     Entries,
     Kind,
+    Mask,
     digest,
     good_headers,
     headers_over,
     pages_of,
-    read_footer,
-    read_trailer,
 )
 from prefixcache_offload.disk.scan import scan
-from prefixcache_offload.disk.seam import read_fully, scratch
 from prefixcache_offload.disk.seen import Seen
 from prefixcache_offload.disk.segments import Segment, Stage
 from prefixcache_offload.disk.shared import Shared
 from prefixcache_offload.disk.tail import seal_file
 from prefixcache_offload.disk.tombstones import Tombstone
 
-_TAIL_BYTES = 64 << 10
+_SCAN_PATIENCE = 12.0
+"""A whole segment may take so many times as long as a read before it counts as hanging."""
+
+# Comparing an array with an enum member costs more than the comparison.
+_BLOCK, _TOMBSTONE = int(Kind.BLOCK), int(Kind.TOMBSTONE)
 
 
 class Recovered(NamedTuple):
@@ -76,40 +79,36 @@ class Recovery:
         shared = self._shared
         with shared.lock:
             found = [s.number for s in shared.table.by_number.values() if s.stage is Stage.FOUND]
-        found.sort(reverse=True)
-        for place, number in enumerate(found):
-            with shared.lock:
-                segment = shared.table.hold(number)
-            if segment is None:
-                continue
-            try:
-                entries = self._segment(segment)
-            finally:
-                with shared.lock:
-                    fds = shared.table.let_go(segment)
-                shared.close_fds(fds)
-            yield Recovered(number, entries, len(found) - place - 1)
+        found.sort()
+        with Footers(shared) as footers:
+            while found or footers.waiting:
+                while found and footers.waiting <= footers.ahead:
+                    footers.ask(found.pop())
+                if footers.waiting:
+                    with footers.next() as (segment, ask):
+                        entries = self._segment(segment, ask)
+                    yield Recovered(segment.number, entries, len(found) + footers.waiting)
 
-    def _segment(self, segment: Segment) -> Entries:
+    def _segment(self, segment: Segment, ask: Callable[[], Entries | None]) -> Entries:
         """The live blocks of one held segment."""
         self.counters.segments += 1
         self._sealed = False
         try:
-            entries = self._entries(segment)
+            entries = self._entries(segment, ask)
             self._learn_tombstones(segment, entries)
         except OSError:
             self.counters.unreadable += 1
             with self._shared.lock:
                 segment.stage = Stage.UNSEALED if segment.stage is Stage.FOUND else segment.stage
             return np.zeros(0, ENTRY)
-        blocks = entries[entries["kind"] == Kind.BLOCK]
-        blocks = blocks[np.argsort(blocks["sequence"], kind="stable")[::-1]]
-        self.counters.records += len(blocks)
+        newest_first = np.argsort(entries["sequence"], kind="stable")[::-1]
+        left = _only(entries[newest_first], entries["kind"][newest_first] == _BLOCK)
+        self.counters.records += len(left)
         with self._shared.lock:
-            revoked = self._shared.tombstones.revoked(blocks)
-            left: Entries = blocks[~revoked]
+            revoked = self._shared.tombstones.revoked(left)
+            left = _only(left, ~revoked)
             new = self._seen.add_new(left)
-            left = left[new]
+            left = _only(left, new)
             segment.note(left)
             if segment.stage is Stage.FOUND:
                 segment.stage = Stage.SEALED if self._sealed else Stage.UNSEALED
@@ -121,44 +120,21 @@ class Recovery:
             self._remove(segment)
         return left
 
-    def _entries(self, segment: Segment) -> Entries:
+    def _entries(self, segment: Segment, ask: Callable[[], Entries | None]) -> Entries:
         """From the footer, or from a scan; the segment is sealed after that if it can be. Raises OSError."""
         shared = self._shared
-        fd = shared.table.fd(segment)
-        entries = self._footer(segment, fd)
+        entries = ask()
         if entries is not None:
             self._sealed = True
             return entries
         self.counters.scanned += 1
-        found = scan(shared.disk, fd, segment.number, shared.directory.nonce)
+        with shared.calling(patience=_SCAN_PATIENCE):
+            found = scan(shared.disk, shared.table.fd(segment), segment.number, shared.directory.nonce)
         self.counters.torn += found.torn
         self.counters.holes += found.holes
         if len(found.entries):
             self._seal(segment, found.entries, found.end_page)
         return found.entries
-
-    def _footer(self, segment: Segment, fd: int) -> Entries | None:
-        shared, size = self._shared, segment.size_bytes
-        if size < PAGE or size % PAGE:
-            return None
-        tail_bytes = min(size, _TAIL_BYTES)
-        tail = self._read(fd, size - tail_bytes, tail_bytes)
-        if tail.size < tail_bytes:
-            return None
-        trailer = read_trailer(tail[-PAGE:], segment.number, size, shared.directory.nonce)
-        if trailer is None:
-            return None
-        start = int(trailer["footer_page"]) * PAGE
-        if start >= size - tail_bytes:
-            raw = tail[start - (size - tail_bytes) : -PAGE]
-        else:
-            raw = self._read(fd, start, size - PAGE - start)
-        return read_footer(raw, trailer)
-
-    def _read(self, fd: int, offset: int, size_bytes: int) -> Bytes:
-        buffer = scratch(size_bytes)
-        got = read_fully(self._shared.disk, fd, [buffer], offset)
-        return np.frombuffer(buffer, np.uint8)[:got]
 
     def _seal(self, segment: Segment, entries: Entries, end_page: int) -> None:
         """Spare the next start the scan; where that fails (read-only, full), it scans again."""
@@ -174,9 +150,9 @@ class Recovery:
 
     def _learn_tombstones(self, segment: Segment, entries: Entries) -> None:
         """Read the payloads of a segment's tombstones and put them in force. Raises OSError."""
-        for entry in entries[entries["kind"] == Kind.TOMBSTONE]:
+        for entry in entries[entries["kind"] == _TOMBSTONE]:
             length = int(entry["length"])
-            raw = self._read(self._shared.table.fd(segment), int(entry["page"]) * PAGE, PAGE * (1 + pages_of(length)))
+            raw = read_piece(self._shared, segment, int(entry["page"]) * PAGE, PAGE * (1 + pages_of(length)))
             payload = raw[PAGE : PAGE + length]
             if raw.size < PAGE or not self._same(raw[:PAGE], entry) or digest(payload) != entry["digest"].tobytes():
                 # What it named is lost: better to forget the whole namespace than to bring back what was cleared.
@@ -200,3 +176,8 @@ class Recovery:
         except OSError:
             self._shared.counters.files_left += 1
         self.counters.emptied += 1
+
+
+def _only(entries: Entries, mask: Mask) -> Entries:
+    """`entries[mask]`, without the copy in the usual case that it is all of them."""
+    return entries if mask.all() else entries[mask]

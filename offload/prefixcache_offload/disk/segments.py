@@ -11,12 +11,13 @@ import numpy as np
 
 from prefixcache_offload.disk.directory import Directory, segment_name
 from prefixcache_offload.disk.options import DiskOptions
-from prefixcache_offload.disk.records import ENTRY, PAGE, Entries, footer_bytes
+from prefixcache_offload.disk.records import ENTRY, PAGE, Entries, Kind, footer_bytes
 
 _MOST_IDLE_FILES = 256
 _FEWEST_FOR_RESERVE = 4
 """From so many segments on, one is kept back so that freeing always has room to append what it keeps."""
 _FIRST_ROOM = 64
+_BLOCK = int(Kind.BLOCK)
 
 
 class Stage(IntEnum):
@@ -84,14 +85,15 @@ class Segment:
         self.note(entries)
 
     def note(self, entries: Entries) -> None:
-        """Count records as live."""
+        """Count records, and blocks among them as live."""
         if not len(entries):
             return
         first = int(entries["sequence"].min())
         self.first_sequence = min(self.first_sequence or first, first)
         self.records += len(entries)
-        self.live_records += len(entries)
-        self.live_bytes += int(entries["length"].sum(dtype=np.int64))
+        blocks = entries["kind"] == _BLOCK
+        self.live_records += int(blocks.sum())
+        self.live_bytes += int(entries["length"][blocks].sum(dtype=np.int64))
 
     def forget_entries(self) -> None:
         """The footer is written: the list is not needed any more."""

@@ -123,6 +123,8 @@ class DiskTier:
 
         The memory belongs to the read until its end is told, also when the caller has lost interest. Raises ValueError.
         """
+        if not memory.flags.writeable:
+            raise ValueError("a read wants memory that it may write to")
         self._reader.submit(ReadJob(job, memory, _inside(memory, at, entries), entries.copy(), done))
 
     def cancel(self, job: int) -> None:

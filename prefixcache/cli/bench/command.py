@@ -16,7 +16,7 @@ from prefixcache.cli.errors import CliError
 from prefixcache.cli.output import Settings
 
 Section = Callable[[Plan, Progress], dict[str, Any]]
-ORDER: Final = ("acquire", "load", "store", "index", "overhead")
+ORDER: Final = ("acquire", "load", "store", "index", "overhead", "disk")
 
 
 def run(settings: Settings, wanted: set[str], *, quick: bool) -> None:
@@ -60,6 +60,10 @@ def _section(names: tuple[str, ...]) -> Section:
             from prefixcache.cli.bench import index
 
             return index.run
+        case "disk":
+            from prefixcache.cli.bench import disk
+
+            return disk.run
         case _:
             from prefixcache.cli.bench import overhead
 

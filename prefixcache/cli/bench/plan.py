@@ -23,6 +23,8 @@ class Plan:
     match_rounds: int = 1000
     match_prompts: int = 10_000
     match_tokens: tuple[int, ...] = (2048, 32768, 131072)
+    disk_rounds: int = 7
+    disk_blocks: int = 256
     overhead_pairs: int = 40
     overhead_tokens: int = 512
     overhead_new_tokens: int = 16
@@ -39,6 +41,8 @@ QUICK = Plan(
     match_rounds=20,
     match_prompts=50,
     match_tokens=(2048, 4096),
+    disk_rounds=1,
+    disk_blocks=8,
     overhead_pairs=3,
     overhead_tokens=160,
     overhead_new_tokens=2,

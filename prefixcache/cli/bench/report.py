@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 GRPC_TARGETS: Final = {2048: 1.5, 32768: 2.0}  # times the bare echo
 LOCAL_TARGETS: Final = {2048: 1.4, 32768: 1.3}  # times hashing, then the bare echo
 COPY_TARGET: Final = 0.85
+DISK_TARGETS: Final = {"read": 0.85, "write": 0.8}  # of the limit
 MATCH_TARGETS: Final = {2048: 5.0, 32768: 28.0, 131072: 115.0}  # us where startswith takes STARTSWITH_US
 STARTSWITH_US: Final = 3.5
 CHAT_PATH_TARGET_US: Final = 50.0
@@ -32,6 +33,7 @@ def draw(told: dict[str, Any]) -> list[RenderableType]:
             f"chat path of 63 nodes, 32k tokens: {us:.1f} us (target {CHAT_PATH_TARGET_US:.0f})\n"
         ),
         "overhead": _overhead,
+        "disk": _disk,
         "skipped": lambda reasons: "\n".join(f"skipped {name}: {reason}" for name, reason in reasons.items()),
     }
     return [drawers[name](result) for name, result in told.items() if name in drawers]
@@ -60,6 +62,15 @@ def _copy(name: str, row: dict[str, Any]) -> Table:
         _judged(ratio, COPY_TARGET, f"{ratio:.2f}", lower=False),
         f"{COPY_TARGET}",
     )
+    return table
+
+
+def _disk(row: dict[str, Any]) -> Table:
+    table = _table("disk: blocks of 2 MiB", "GB/s", row["limit"], "ratio", "target")
+    for what, target in DISK_TARGETS.items():
+        rate, limit = row[f"{what}_gb_per_s"], row[f"limit_{what}_gb_per_s"]
+        shown = _judged(rate / limit, target, f"{rate / limit:.2f}", lower=False)
+        table.add_row(what, f"{rate:.2f}", f"{limit:.2f}", shown, f"{target}")
     return table
 
 

@@ -38,6 +38,13 @@ RESULTS: dict[str, Any] = {
         "client_cpu_share": 0.01,
         "pairs": 40,
     },
+    "disk": {
+        "read_gb_per_s": 1.9,
+        "write_gb_per_s": 1.5,
+        "limit_read_gb_per_s": 2.0,
+        "limit_write_gb_per_s": 2.0,
+        "limit": "fio",
+    },
 }
 NAMES = {"index": ("index", "match", "chat_path_us")}
 
@@ -64,7 +71,7 @@ def test_all_sections_in_one_object(run: Run, ran: list[Any], line: list[str]) -
     result = run(*line, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == RESULTS
-    assert [names for names, _ in ran] == [("load", "store"), ("acquire",), ("index",), ("overhead",)]
+    assert [names for names, _ in ran] == [("load", "store"), ("acquire",), ("index",), ("overhead",), ("disk",)]
     assert all(plan == Plan() for _, plan in ran)
 
 
@@ -89,6 +96,8 @@ def test_tables_show_every_figure_beside_its_target(run: Run, ran: list[Any]) ->
         "20.0 us",
         "95% of 40 pairs",
         "1.00%",
+        "0.95",
+        "0.75",
     ):
         assert text in shown
 

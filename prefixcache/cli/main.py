@@ -160,7 +160,9 @@ def simulate(
     capacity: Annotated[
         str, typer.Option(metavar="SIZES", help="Shares of unique blocks (0.05), blocks (2000) or bytes (4GiB).")
     ] = "0.01,0.05,0.1,0.2",
-    block_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a block of the trace.")] = 512,
+    block_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, max=65_536, help="Tokens of a block of the trace.")
+    ] = 512,
     block_bytes: Annotated[str | None, typer.Option(metavar="SIZE", help="Bytes of a block.")] = None,
     prefill_rate: Annotated[
         float, typer.Option(metavar="TOKENS", min=1, help="Tokens a second that prefill computes.")

@@ -60,7 +60,7 @@ class Acquiring:
             end = self._restorable(event, space, path, limit, out)
             if end < 0:
                 return
-        _tell_policy(space, path)
+        _remember(space, path)
         if space.cold_blocks:
             path, end, wish = self._plan_loads(event, space, path, end, now, out)
         key_blocks = len(event.keys) // KEY_BYTES
@@ -331,8 +331,8 @@ class Acquiring:
         return False
 
 
-def _tell_policy(space: Namespace, path: Path) -> None:
-    """What a prompt hit, for policies that remember blocks."""
+def _remember(space: Namespace, path: Path) -> None:
+    """A prompt hit these blocks; only some policies want to know."""
     if space.policy.remembers and path.blocks:
         space.policy.used(space, np.frombuffer(path.packed_rows(), ROW_DTYPE))
 

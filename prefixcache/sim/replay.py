@@ -70,7 +70,8 @@ class Cache:
 def replay(trace: Trace, cache: Cache, progress: Progress | None = None) -> Outcome:
     """Replays a whole trace into an empty cache."""
     began = time.perf_counter()
-    worker = SimulatedWorker(cache, max((len(request.ids) for request in trace.requests), default=1))
+    longest = max((len(request.ids) for request in trace.requests), default=1)
+    worker = SimulatedWorker(cache, longest, trace.requests[0].time_s if trace.requests else 0.0)
     hit_tokens = hit_blocks = 0
     for number, request in enumerate(trace.requests, 1):
         hits = worker.serve(request)
@@ -84,15 +85,15 @@ def replay(trace: Trace, cache: Cache, progress: Progress | None = None) -> Outc
 class SimulatedWorker:
     """A planner with one namespace and one session. `planner` is open for checks."""
 
-    def __init__(self, cache: Cache, longest_prompt: int) -> None:
-        """longest_prompt: in blocks."""
+    def __init__(self, cache: Cache, longest_prompt: int, start_s: float = 0.0) -> None:
+        """longest_prompt: in blocks; start_s: no request is earlier."""
         pool = PoolSpec(cache.blocks * SLOT_GRANULE, min(cache.blocks, _BLOCKS_PER_SLAB) * SLOT_GRANULE)
         limits = Limits(max_keys=max(longest_prompt, 1))
         self.planner = Planner(PlannerConfig((pool,), policy=cache.policy, policy_seed=cache.seed, limits=limits))
         self._block_tokens = cache.block_tokens
         spec = NamespaceSpec(cache.block_tokens, (GroupSpec(GroupKind.FULL),), (PartSpec(0, 1, SLOT_GRANULE),))
-        self.planner.handle(SessionOpened(_SESSION, can_map=False), 0.0)
-        self.planner.handle(NamespaceOpened(_NAMESPACE, bytes(KEY_BYTES), spec), 0.0)
+        self.planner.handle(SessionOpened(_SESSION, can_map=False), start_s)
+        self.planner.handle(NamespaceOpened(_NAMESPACE, bytes(KEY_BYTES), spec), start_s)
 
     @property
     def blocks_written(self) -> int:

@@ -63,7 +63,9 @@ def _row(trace: Trace, plan: Plan, policy: str, blocks: int, progress: Progress 
     if policy == OPTIMUM:
         outcome = optimum(trace, blocks, plan.block_tokens, progress)
     else:
-        outcome = replay(trace, Cache(blocks, plan.block_tokens, policy, plan.seed), progress)
+        # More than all blocks of the trace is the same, and a planner has bounds of its own.
+        room = min(blocks, max(trace.blocks, 1))
+        outcome = replay(trace, Cache(room, plan.block_tokens, policy, plan.seed), progress)
     size = plan.block_bytes
     return Row(
         policy=policy,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
+_MAX_TIME_MS: Final = 1 << 53
 _MAX_ID: Final = (1 << 64) - 1
 _FITTING_SHARE: Final = 0.9
 
@@ -98,16 +98,22 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _parse(line: bytes) -> Request:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise ValueError("not UTF-8") from error
+    except RecursionError as error:
+        raise ValueError("not a request: nested too deeply") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
+    return _request(row)
+
+
+def _request(row: dict[str, Any]) -> Request:
     timestamp = _field(row, "timestamp")
-    if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not math.isfinite(timestamp):
-        raise ValueError(f"timestamp must be milliseconds, not {timestamp!r}")
+    if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not abs(timestamp) <= _MAX_TIME_MS:
+        raise ValueError(f"timestamp must be milliseconds, not {str(timestamp)[:40]}")
     tokens = _field(row, "input_length")
     if not _is_count(tokens):
         raise ValueError(f"input_length must be a count of tokens, not {tokens!r}")

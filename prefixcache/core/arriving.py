@@ -35,8 +35,7 @@ def tell_waiters(state: State, load: Load, *, over: bool, out: list[Command]) ->
 def _tell(state: State, load: Load, lease: Lease, out: list[Command]) -> None:
     reply = lease.reply
     end = reply.from_block + reply.planned_blocks
-    pin = lease.pins[0]
-    path = path_to(pin.node, pin.depth)
+    path = _attached(lease)
     ready, coming = _look(lease, path, end)
     if coming is not None and lease not in coming.waiters:
         coming.waiters.append(lease)  # somebody else has begun to load it meanwhile
@@ -59,9 +58,17 @@ def _tell(state: State, load: Load, lease: Lease, out: list[Command]) -> None:
         lease.loads = []
 
 
+def _attached(lease: Lease) -> Path:
+    """What is still in the tree of a lease's path: all of it, or up to where it was cut off."""
+    paths = [path_to(pin.node, pin.depth) for pin in lease.pins]
+    whole = [path for path in paths if path.nodes and not path.nodes[0].start]
+    return max(whole, key=lambda path: path.blocks, default=Path([], 0))
+
+
 def _look(lease: Lease, path: Path, end: int) -> tuple[int, Load | None]:
-    """(blocks that are ready, who loads the next one). Of a path that was cut off above, nothing more gets ready."""
-    if not path.nodes or path.nodes[0].start:
+    """(blocks that are ready, who loads the next one)."""
+    end = min(end, path.blocks)
+    if end <= lease.ready_end:
         return lease.ready_end, None
     rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)[:end]
     cold = np.flatnonzero(lease.space.table.parts[0].slots[rows[lease.ready_end :]] == NO_SLOT)

@@ -91,8 +91,11 @@ class Demoter:
         self._early_at = now
         if not self.state.disk.writes_on:
             return
-        while self._candidates and not self.jobs and self._early_left > 0:
-            node, depth = self._candidates.popleft()
+        while self._candidates and not self.jobs:
+            node, depth = self._candidates[0]
+            if node.space is not None and self._early_left < node.space.block_bytes:
+                return
+            self._candidates.popleft()
             if _is_there(node) and node.state == VISIBLE and not node.cold and node.start < depth <= node.end:
                 assert node.space is not None
                 before = self.writing_bytes

@@ -118,3 +118,10 @@ def test_a_bad_file_is_refused(file: Path, content: str, words: list[str]) -> No
 def test_it_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         load(environ={}).config.socket = "/x"  # type: ignore[misc]  # that is the point
+
+
+def test_the_policy_is_one_of_those_there_are() -> None:
+    assert load(environ={}).config.policy == "lru"
+    assert load({"policy": "tg"}, environ={}).config.policy == "tg"
+    with pytest.raises(ConfigError, match="policy must be one of lru, lru2, .*, tg, got 'fifo'"):
+        load({"policy": "fifo"}, environ={})

@@ -16,11 +16,11 @@ class DiskOptions:
     """What the tier may use.
 
     cap_bytes: hard cap of the whole directory, everything counted. segment_bytes: of a new segment; older ones keep
-    theirs. queue_bytes: payload waiting to be written before further writes are dropped. batch_bytes: aim of one
-    write call. read_bytes: most payload of one read
-    call; the first of a job takes a quarter. Sizes and threads are those that measured best. write_patience_s: longest a waiting write lets reads go
-    first. stall_s: a call that takes longer marks the tier stalled. retry_s: first pause before a tier that is off
-    tries again, doubled up to retry_max_s. writers/readers: threads; 0 of both: the owner calls `pump` itself.
+    theirs. queue_bytes: payload waiting to be written before further writes are dropped. batch_bytes: aim of one write
+    call. read_bytes: most payload of one read call; the first of a job takes a quarter. write_patience_s: longest a
+    waiting write lets reads go first. stall_s: a call that takes longer marks the tier stalled. retry_s: first pause
+    before a tier that is off tries again, doubled up to retry_max_s. writers/readers: threads; 0 of both: the owner
+    calls `pump` itself. The defaults for sizes and threads are those that measured best beside fio.
     """
 
     cap_bytes: int

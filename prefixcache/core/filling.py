@@ -87,7 +87,7 @@ class Filling:
         reservation.ended = True
         state.deadlines.note_ended()
         held = len(reservation.held_slots())
-        if state.sessions[reservation.session].can_map:
+        if held and state.sessions[reservation.session].can_map:
             state.stats.slots_quarantined += held
             out.append(ReservationEnded(reservation.reservation, reservation.session, held))
         else:
@@ -222,9 +222,10 @@ class Filling:
     def _finish(self, reservation: Reservation, outcome: Committed | Aborted | Refused, out: list[Command]) -> None:
         """The end: every slot it still holds comes back. Keys must be free before."""
         state = self.state
+        session = state.sessions[reservation.session]
         assert not reservation.nodes
         if reservation.expired:
-            if state.sessions[reservation.session].can_map:
+            if session.can_map:
                 state.stats.slots_quarantined -= len(reservation.held_slots())
         else:
             reservation.ended = True
@@ -232,7 +233,9 @@ class Filling:
         self._give_back(reservation, reservation.status != Entry.SETTLED)
         self.remover.unpin_all(reservation.pins)
         del state.reservations[reservation.reservation]
-        del state.sessions[reservation.session].reservations[reservation.reservation]
+        del session.reservations[reservation.reservation]
+        if session.ended and not session.reservations:
+            del state.sessions[session.session]
         state.remember_end(reservation.session, reservation.reservation, outcome)
         self.tell_drained(out)
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from prefixcache.core.commands import Acquired
 from prefixcache.core.ids import LeaseId, SessionId
-from prefixcache.core.radix import Pin
+from prefixcache.core.radix import Node, Pin
+from prefixcache.core.table import DIGEST_KNOWN
 
 if TYPE_CHECKING:
     from prefixcache.core.namespaces import Namespace
@@ -32,3 +33,20 @@ class Lease:
         self.planned_tokens = reply.planned_blocks * space.block_tokens
         self.serial = 0
         self.ended = False
+
+
+def known_digest(lease: Lease, part: int, block: int, generation: int) -> bytes:
+    """xxh3-128 of a leased block's part, 16 bytes; empty while it is not known, or for slots of another generation.
+
+    Foreign namespaces have no order of blocks to find one by, so theirs are never told.
+    """
+    node: Node | None = lease.pins[0].node if lease.pins and lease.space.foreign is None else None
+    while node is not None and node.start > block:
+        node = node.parent
+    if node is None or block >= node.end:
+        return b""
+    column, row = lease.space.table.parts[part], int(node.row_array()[block - node.start])
+    if not column.flags[row] & DIGEST_KNOWN or int(column.generations[row]) != generation:
+        return b""
+    digest: bytes = column.digests[row].tobytes()
+    return digest

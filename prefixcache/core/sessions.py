@@ -51,7 +51,7 @@ class Sessions:
             return
         self._end(session, out)
         held = sum(len(reservation.held_slots()) for reservation in session.reservations.values())
-        if not session.can_map:
+        if not session.reservations:
             del self.state.sessions[session.session]
         out.append(SessionClosed(session.session, held))
 
@@ -66,7 +66,7 @@ class Sessions:
             self._end(session, out)
         for reservation in list(session.reservations.values()):
             self.filling.writer_gone(reservation, out)
-        del state.sessions[session.session]
+        state.sessions.pop(session.session, None)  # gone already with its last reservation
         out.append(SessionClosed(session.session, 0))
 
     def open_namespace(self, event: NamespaceOpened, out: list[Command]) -> None:

@@ -120,7 +120,7 @@ class CacheCalls:
         with self._owner.lock:
             reserved: c.Reserved = expect(self._owner.call(event), c.Reserved)
             if len(reserved.blocks):
-                self._holdings.reserved(session.id, namespace, reserved)
+                self._holdings.reserved(session, namespace, reserved)
             ttl_ms = max(int((reserved.expires_at - self._owner.now) * 1000), 0)
         return pb.ReserveResponse(
             grants=[_grant(reserved, grant) for grant in reserved.grants],
@@ -148,7 +148,7 @@ class CacheCalls:
             event = e.CommitRequested(session.id, request.reservation, coverage, request.more)
             committed: c.Committed = expect(self._owner.call(event), c.Committed)
             if not request.more:
-                self._holdings.reservations.pop(request.reservation, None)
+                self._holdings.ended(request.reservation)
         return pb.CommitResponse(
             committed_blocks=committed.stored, dropped=_counts(committed.dropped), done=not request.more
         )
@@ -156,8 +156,9 @@ class CacheCalls:
     def abort(self, session: Session, request: pb.AbortRequest) -> pb.AbortResponse:
         """Give a reservation back."""
         with session.writes, self._owner.lock:
-            expect(self._owner.call(e.AbortRequested(session.id, request.reservation)), c.Aborted)
-            self._holdings.reservations.pop(request.reservation, None)
+            owner = self._holdings.aborting_session(request.reservation, session)
+            expect(self._owner.call(e.AbortRequested(owner, request.reservation)), c.Aborted)
+            self._holdings.ended(request.reservation)
         return pb.AbortResponse()
 
     def lookup(self, session: Session | None, request: pb.LookupRequest) -> pb.LookupResponse:

@@ -219,10 +219,16 @@ def _check(config: Config) -> None:
         raise ConfigError(f"max_message_bytes must be at least {units.format_size(_LEAST_MESSAGE_BYTES)}")
     _one_of("log_format", config.log_format, ("human", "json"))
     _one_of("log_level", config.log_level, ("debug", "info", "warning", "error"))
-    if not config.socket.startswith("/"):
-        raise ConfigError(f"socket must be an absolute path, got {config.socket!r}")
-    if len(os.fsencode(config.socket + ".local")) > _SOCKET_PATH_BYTES:
-        raise ConfigError(f"socket: {config.socket!r} with .local is longer than {_SOCKET_PATH_BYTES} bytes")
+    _check_socket(config.socket)
+    if config.warm_restart and not config.checksums:
+        raise ConfigError("warm_restart needs checksums: what cannot be verified is not kept")
+
+
+def _check_socket(path: str) -> None:
+    if not path.startswith("/"):
+        raise ConfigError(f"socket must be an absolute path, got {path!r}")
+    if len(os.fsencode(path + ".local")) > _SOCKET_PATH_BYTES:
+        raise ConfigError(f"socket: {path!r} with .local is longer than {_SOCKET_PATH_BYTES} bytes")
 
 
 _MAY_BE_ZERO: Final = frozenset({"host_slab_bytes", "host_writable", "any_user", "warm_restart", "checksums"})

@@ -75,6 +75,12 @@ class Executor:
         self._report = report
         self._thread.start()
 
+    def finish(self, timeout_s: float) -> bool:
+        """Wait until every order is done; whether that came to be in time."""
+        queue = self._queue
+        with queue.all_tasks_done:
+            return queue.all_tasks_done.wait_for(lambda: not queue.unfinished_tasks, timeout_s)
+
     def stop(self) -> None:
         """End the thread after the order it is at; those still waiting are dropped, as the planner ends as well."""
         self._stopping = True
@@ -93,6 +99,7 @@ class Executor:
                 continue
             if work is not None and not self._stopping:
                 self._report(work())
+            self._queue.task_done()
             self._beat()
 
     def _put(self, urgency: Urgency, work: Work | None) -> None:

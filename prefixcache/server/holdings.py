@@ -12,6 +12,7 @@ import numpy.typing as npt
 from prefixcache.core.commands import Acquired, Reserved
 from prefixcache.core.ids import NO_SLOT
 from prefixcache.server.layouts import Namespace
+from prefixcache.server.sessions import Session
 
 
 @dataclass(slots=True, eq=False)
@@ -27,10 +28,11 @@ class Lease:
 class Reservation:
     """A reservation: where each (part, block) goes, and which byte ranges came through the server so far."""
 
-    __slots__ = ("_reserved", "_slots", "namespace", "session", "written")
+    __slots__ = ("_reserved", "_slots", "namespace", "process", "session", "written")
 
-    def __init__(self, session: bytes, namespace: Namespace, reserved: Reserved) -> None:
+    def __init__(self, session: bytes, process: int, namespace: Namespace, reserved: Reserved) -> None:
         self.session = session
+        self.process = process
         self.namespace = namespace
         self.written: dict[tuple[int, int], Ranges] = {}
         self._reserved = reserved
@@ -92,6 +94,7 @@ class Holdings:
     def __init__(self) -> None:
         self.leases: dict[bytes, Lease] = {}
         self.reservations: dict[bytes, Reservation] = {}
+        self._quarantined: dict[bytes, Reservation] = {}
 
     def leased(self, session: bytes, namespace: Namespace, acquired: Acquired, tail: bytes) -> Lease:
         """A lease was granted; the lease as it was granted first, which a repeated call does not change."""
@@ -100,11 +103,37 @@ class Holdings:
             lease = self.leases[acquired.lease] = Lease(session, namespace, acquired, tail)
         return lease
 
-    def reserved(self, session: bytes, namespace: Namespace, reserved: Reserved) -> None:
+    def reserved(self, session: Session, namespace: Namespace, reserved: Reserved) -> None:
         """A reservation was granted (or granted again: a repeated call changes nothing)."""
         if reserved.reservation in self.reservations:
             return
-        self.reservations[reserved.reservation] = Reservation(session, namespace, reserved)
+        self.reservations[reserved.reservation] = Reservation(session.id, session.process, namespace, reserved)
+
+    def ran_out(self, reservation: bytes, held_slots: int) -> None:
+        """A reservation's time or session is over; `held_slots` of it wait for the last word of its writer."""
+        ended = self.reservations.pop(reservation, None)
+        if ended is not None and held_slots:
+            self._quarantined[reservation] = ended
+
+    def aborting_session(self, reservation: bytes, session: Session) -> bytes:
+        """In whose name `session` may abort: another session's of its process, where only a last word is missing.
+
+        A worker that lost its connection has no other way to say that it writes there no more.
+        """
+        held = self._quarantined.get(reservation)
+        if held is not None and held.process and held.process == session.process:
+            return held.session
+        return session.id
+
+    def ended(self, reservation: bytes) -> None:
+        """A reservation has ended for good."""
+        self.reservations.pop(reservation, None)
+        self._quarantined.pop(reservation, None)
+
+    def process_exited(self, session: bytes) -> None:
+        """Nothing of this session waits any more."""
+        for key in [key for key, each in self._quarantined.items() if each.session == session]:
+            del self._quarantined[key]
 
     def count_by_session(self) -> tuple[dict[bytes, int], dict[bytes, int]]:
         """(leases, reservations) of each session that has any."""

@@ -311,8 +311,9 @@ class LocalChannel:
 
 
 def _name(method: int) -> str:
-    """The rpc's name of a method byte, for counters: bounded, whatever the peer sends."""
+    """The rpc's name of a method byte, for counters, as gRPC counts it: bounded, whatever the peer sends."""
     try:
-        return local.Method.Name(local.Method.ValueType(method)).removeprefix("METHOD_").lower()
+        name = local.Method.Name(local.Method.ValueType(method)).removeprefix("METHOD_")
+        return name.title().replace("_", "")
     except ValueError:
         return "unknown"

@@ -57,6 +57,7 @@ class Shell:
     draining: bool = False
     is_growing: Callable[[], bool] = lambda: False
     blocks_of: Callable[[int], int] = lambda _: 0
+    digest_of: Callable[[bytes, int, int, int], bytes] = lambda *_: b""
 
     def __post_init__(self) -> None:
         self.sessions = Sessions(self.config.max_sessions)
@@ -101,6 +102,7 @@ class Shell:
         with self.owner.lock:
             if not self.owner.failure:
                 self.owner.call(e.ProcessExited(session_id))
+                self.holdings.process_exited(session_id)
 
 
 def expect(reply: c.Reply | None, kind: type) -> Any:

@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 from typing import Final
 
+from prefixcache.server import defaults
 from prefixcache.server.config import ConfigError
 
 _BACKLOG: Final = 1024
@@ -29,6 +30,8 @@ class SocketPlace:
         try:
             if not folder.exists():
                 folder.mkdir(mode=_FOLDER_MODE, parents=True)
+            elif path == str(defaults.socket_path()) and folder.lstat().st_uid not in (os.geteuid(), 0):
+                raise ConfigError(f"{folder} belongs to another user; choose another place with --socket PATH")
             self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise ConfigError(

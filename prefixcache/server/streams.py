@@ -68,7 +68,9 @@ class StreamCalls:
             if not alive or int(pool.control[slot]) != generation:
                 raise CallError(common.REASON_LEASE_LOST, "the lease ended while its blocks were read; acquire again")
             session.last_seen = self._shell.owner.clock()
-            yield pb.ReadBlocksResponse(part=part, block=block, offset=offset, data=data)
+            last = offset + len(data) == source.size
+            digest = self._shell.digest_of(lease_id, part, block, generation) if last else b""
+            yield pb.ReadBlocksResponse(part=part, block=block, offset=offset, data=data, checksum=digest)
 
     def write_blocks(self, session: Session, first: Piece, rest: Iterator[Piece]) -> int:
         """Fill slots from pieces; the number of bytes written. `first` names the reservation and may carry a piece."""

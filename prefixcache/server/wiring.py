@@ -30,7 +30,7 @@ def follow_ends(orders: dict[type, Callable[..., None]], shell: Shell) -> None:
         holdings.leases.pop(order.lease, None)
 
     def reservation_ended(order: c.ReservationEnded) -> None:
-        holdings.reservations.pop(order.reservation, None)
+        holdings.ran_out(order.reservation, order.quarantined_slots)
 
     def namespace_forgotten(order: c.NamespaceForgotten) -> None:
         shell.forget_namespace(order.namespace)

@@ -95,7 +95,7 @@ def test_sessions_are_bounded_on_both_transports(short: Daemon, driver: GrpcDriv
         assert (refused.value.code, refused.value.reason) == (EXHAUSTED, common.REASON_LIMIT)
     extra.close()
     counted = {item.label: item.value for item in short.statistics.snapshot().counters if item.name == "refused_calls"}
-    assert counted["OpenSession:limit"] + counted["open_session:limit"] == 2
+    assert counted["OpenSession:limit"] == 2
 
 
 def test_leases_reservations_namespaces_and_keys_are_bounded(local: LocalDriver) -> None:

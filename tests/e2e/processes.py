@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from prefixcache.server.config import load
+from prefixcache.server.memory import warm_place
+
 DEADLINE_S = 30.0
 
 
@@ -62,6 +65,12 @@ class DaemonProcess:
         """Bytes of RssAnon, RssFile, RssShmem."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
+
+
+def warm_files(daemon: DaemonProcess) -> set[str]:
+    """Names in /dev/shm that belong to this daemon's socket; others may be testing beside us."""
+    place = warm_place(load({"socket": str(daemon.socket)}, environ={}).config)
+    return {path for path in (place.pool_path, place.mark_path) if os.path.lexists(path)}
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> bool:

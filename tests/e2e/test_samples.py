@@ -28,7 +28,7 @@ def run(name: str, socket: Path) -> list[str]:
     command = [sys.executable, str(SAMPLES / name)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert [line for line in done.stderr.splitlines() if "is left alone for a moment" not in line] == []
     return done.stdout.splitlines()
 
 

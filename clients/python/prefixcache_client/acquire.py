@@ -16,7 +16,7 @@ from prefixcache_client.ids import new_id
 from prefixcache_client.lease import Grant, Lease
 from prefixcache_client.link import Link
 from prefixcache_client.namespace import Epoch, Namespace, Prompt
-from prefixcache_client.reasons import NOT_CACHED, PARTIAL_BLOCK, reason_name
+from prefixcache_client.reasons import NEVER_SENT, NOT_CACHED, PARTIAL_BLOCK, reason_name
 from prefixcache_client.session import Session
 from prefixcache_client.transport import ACQUIRE, RELEASE
 
@@ -52,8 +52,7 @@ def acquire(link: Link, ns: Namespace, prompt: Prompt, wish: Wish) -> Lease:
         build = partial(_request, ns, epoch, (lease_id, keys, rest))
         session, answer = link.call(ACQUIRE, cache_pb2.AcquireResponse, build, timeout_s)
     except Failure as failure:
-        # The answer may still be under way, and with it a lease; the id is ours, so it can be given back unseen.
-        _give_back(link, link.session, lease_id)
+        _give_back_unseen(link, lease_id, failure)
         return _missed(link, ns, (usable, first), failure.reason)
     ready = min(answer.ready_blocks, last)
     if ready <= first:
@@ -79,6 +78,12 @@ def _missed(link: Link, ns: Namespace, asked: _Asked, reason: str) -> Lease:
     partial_tokens = looked_up if reason == PARTIAL_BLOCK else looked_up % ns.block_tokens
     link.counters.acquired(0, looked_up - partial_tokens, reason, partial_tokens)
     return Lease(link, ns.form, 0, first, reason, None)
+
+
+def _give_back_unseen(link: Link, lease_id: bytes, failure: Failure) -> None:
+    """The answer may still be under way, and with it a lease; the id is ours, so it can be given back unseen."""
+    if failure.reason not in NEVER_SENT:
+        _give_back(link, link.session, lease_id)
 
 
 def _give_back(link: Link, session: Session | None, lease_id: bytes) -> None:

@@ -3,6 +3,7 @@
 The only file of the SDK that reads the environment.
 """
 
+import dataclasses
 import os
 import tempfile
 from dataclasses import dataclass
@@ -21,11 +22,23 @@ class Address:
 
     target: str
     socket_path: str = ""
+    is_default: bool = False
 
     @property
     def local_path(self) -> str:
         """Path of the local channel's socket; empty for a daemon reached over TCP."""
         return self.socket_path + LOCAL_SUFFIX if self.socket_path else ""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the default socket's folder belongs to another user: anybody can make one in the temporary folder,
+        and a server there could hand out any bytes. An address that somebody named is that somebody's decision."""
+        if not self.is_default:
+            return False
+        try:
+            return os.lstat(os.path.dirname(self.socket_path)).st_uid not in (os.geteuid(), 0)
+        except OSError:
+            return False
 
 
 def default_socket() -> str:
@@ -43,7 +56,9 @@ def parse_address(text: str | None = None) -> Address:
 
     `unix:///path`, `unix:path`, `/path` or `HOST:PORT` (an IPv6 host in brackets). Raises ValueError for anything else.
     """
-    text = text or os.environ.get(VARIABLE) or f"unix://{default_socket()}"
+    text = text or os.environ.get(VARIABLE)
+    if not text:
+        return dataclasses.replace(_unix(default_socket()), is_default=True)
     if text.startswith("/"):
         return _unix(text)
     if text.startswith(_UNIX):

@@ -4,10 +4,11 @@ A copy of a request's blocks takes milliseconds, a frozen daemon takes a whole d
 request of the loop. The thread costs some 50 us a call. A task that is cancelled leaves nothing behind: a lease that
 is granted after all is released unseen.
 
-What belongs here: the hop to a thread and back. All else is the blocking client's. Not for use in a forked child.
+What belongs here: the hop to a thread and back. All else is the blocking client's.
 """
 
 import asyncio
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -41,7 +42,7 @@ class AsyncClient:
         self.namespace_from_hf = self._client.namespace_from_hf
         self.store_later = self._client.store_later
         self.stats = self._client.stats
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="prefixcache-async")
+        self._threads = _Threads(threads)
 
     @property
     def blocking(self) -> Client:
@@ -78,11 +79,11 @@ class AsyncClient:
         return await self._run(lambda: self._client.lookup(ns, prompt, timeout_s=timeout_s))
 
     async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await asyncio.wrap_future(self._threads.submit(work))
 
     def _close(self) -> None:
         self._client.close()
-        self._threads.shutdown(wait=True)
+        self._threads.shutdown()
 
 
 class AsyncLease:
@@ -90,7 +91,7 @@ class AsyncLease:
 
     __slots__ = ("_lease", "_threads")
 
-    def __init__(self, lease: Lease, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, lease: Lease, threads: "_Threads") -> None:
         self._lease = lease
         self._threads = threads
 
@@ -126,7 +127,7 @@ class AsyncLease:
 
     async def copy_to(self, tensors: Any) -> CopyResult:
         """See Lease.copy_to. Cancelling does not stop a copy that has begun, so do not reuse `tensors` after it."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._lease.copy_to, tensors)
+        return await asyncio.wrap_future(self._threads.submit(lambda: self._lease.copy_to(tensors)))
 
     def view(self, block: int, part: int = 0) -> "AsyncBlockView":
         """See Lease.view; for an `async with`."""
@@ -134,19 +135,19 @@ class AsyncLease:
 
     async def valid(self) -> bool:
         """See Lease.valid."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._lease.valid)
+        return await asyncio.wrap_future(self._threads.submit(self._lease.valid))
 
     def release(self, used_tokens: int | None = None) -> None:
         """See Lease.release; done by a thread, nothing to wait for."""
         try:
-            self._threads.submit(self._lease.release, used_tokens)
+            self._threads.submit(lambda: self._lease.release(used_tokens))
         except RuntimeError:  # the client is closed: the lease has ended with its session
             self._lease.release(used_tokens)
 
     async def enter(self, block: int, part: int) -> Bytes:
         """The bytes of one block; see Lease.view for what it raises."""
         view = self._lease.view(block, part)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, view.__enter__)
+        return await asyncio.wrap_future(self._threads.submit(view.__enter__))
 
 
 class AsyncBlockView:
@@ -166,6 +167,28 @@ class AsyncBlockView:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         return None
+
+
+class _Threads:
+    """Threads to run calls on. In a forked child, where the parent's do not exist, they are made anew."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._make()
+
+    def submit(self, work: Callable[[], T]) -> "Future[T]":
+        """Run `work`. Raises RuntimeError after `shutdown`."""
+        if os.getpid() != self._process:
+            self._make()
+        return self._pool.submit(work)
+
+    def shutdown(self) -> None:
+        """Wait for what runs and end the threads."""
+        self._pool.shutdown(wait=True)
+
+    def _make(self) -> None:
+        self._pool = ThreadPoolExecutor(self._count, thread_name_prefix="prefixcache-async")
+        self._process = os.getpid()
 
 
 def _release_unseen(lease: "Future[Lease]") -> None:

@@ -68,18 +68,20 @@ class CircuitBreaker:
             self._wait_s = self._open_s
             self.calm = True
 
-    def failure(self, now: float) -> None:
-        """A call got no answer."""
+    def failure(self, now: float) -> bool:
+        """A call got no answer. True when that opened it and it was closed before: the moment to tell somebody."""
         with self._lock:
             self._failures += 1
             self.calm = False
+            was_closed = self._state == CLOSED
             if self._state == HALF_OPEN:
                 self._wait_s = min(self._wait_s * 2, self._max_open_s)
             elif self._state == OPEN or self._failures < self._threshold:
-                return
+                return False
             self._state = OPEN
             self._opened += 1
             self._retry_at = now + self._wait_s
+            return was_closed
 
     def reset_after_fork(self) -> None:
         """In a forked child: a lock that another thread held is held for ever."""

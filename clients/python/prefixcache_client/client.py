@@ -12,7 +12,7 @@ What belongs here: the surface. How is said in acquire, lease, store and link.
 from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Final, Self, TypedDict, Unpack
 
 from prefixcache.identity.canonical import Value
 from prefixcache.identity.fingerprint import Scales
@@ -29,6 +29,8 @@ from prefixcache_client.reasons import QUEUE_FULL
 from prefixcache_client.results import LookupResult, StoreResult
 from prefixcache_client.stats import ClientStats, Counters
 from prefixcache_client.writer import Writer
+
+_MAX_TTL_S: Final = 4_000_000  # of milliseconds in a u32; the server cuts it to its own longest
 
 
 class IdentityOptions(TypedDict, total=False):
@@ -81,7 +83,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End the session and drop the mappings: leases still held are lost, later calls miss (`client_closed`)."""
+        """End the session: leases still held are lost, waiting stores dropped, later calls miss (`client_closed`)."""
         self._writer.drain()
         self._link.close()
 
@@ -142,6 +144,8 @@ class Client:
         options = self.options
         if ttl_s is None:
             ttl_s = options.lease_ttl_s
+        elif not 0 <= ttl_s <= _MAX_TTL_S:
+            raise ValueError(f"ttl_s must be from 0 (the server's default) to {_MAX_TTL_S}, got {ttl_s}")
         if timeout_s is None:
             timeout_s = options.timeout_s
         wish = (max_tokens, from_token, ttl_s, recompute_s_per_token, timeout_s)

@@ -10,6 +10,7 @@ Rules:
 It must not know what a call is for.
 """
 
+import logging
 import os
 import socket
 import threading
@@ -30,7 +31,9 @@ from prefixcache_client.options import ClientOptions
 from prefixcache_client.reasons import CIRCUIT_OPEN, CLIENT_CLOSED, DEADLINE
 from prefixcache_client.session import Session, parse, remaining
 from prefixcache_client.stats import Counters
-from prefixcache_client.transport import RELEASE
+from prefixcache_client.transport import ABORT, RELEASE
+
+log = logging.getLogger("prefixcache_client")
 
 M = TypeVar("M", bound=Message)
 Build = Callable[[Session, float], bytes]
@@ -38,6 +41,7 @@ Build = Callable[[Session, float], bytes]
 
 _ATTEMPTS: Final = 3
 _MAX_ABANDONED: Final = 4096
+_MAX_ABORTED: Final = 256  # aborts that are told again to a new session
 
 _live: "weakref.WeakSet[Link]" = weakref.WeakSet()
 
@@ -53,7 +57,9 @@ class Link:
         self._held: list[Session] = []
         self._connecting = threading.Lock()
         self._abandoned: deque[tuple[Session, bytes]] = deque(maxlen=_MAX_ABANDONED)
+        self._aborted: deque[bytes] = deque(maxlen=_MAX_ABORTED)
         self._closed = False
+        self._told: set[str] = set()
         # Leases hold the link, so a session outlives a client that was dropped with a lease of it in use.
         weakref.finalize(self, _close_all, self._held)
         _live.add(self)
@@ -61,7 +67,7 @@ class Link:
     @property
     def session(self) -> Session | None:
         """The session in use, alive or not; None before the first call."""
-        return self._held[0] if self._held else None
+        return next(iter(self._held), None)
 
     def call(self, method: int, kind: type[M], build: Build, timeout_s: float) -> tuple[Session, M]:
         """The answer of `method` and the session that gave it. Raises Unreachable or Refused."""
@@ -88,7 +94,11 @@ class Link:
             self._release_abandoned()
         try:
             session, payload = self._attempts(method, build, deadline)
-            answer = parse(kind, payload)
+            try:
+                answer = parse(kind, payload)
+            except Unreachable:
+                session.transport.close()  # a peer that answers garbage is not asked again
+                raise
         except Failure as error:
             self._count(error)
             raise
@@ -96,12 +106,16 @@ class Link:
         return session, answer
 
     def _count(self, error: Failure) -> None:
-        """Tell the breaker and the counters how a call failed."""
+        """Tell the breaker and the counters how a call failed, and the log what a person should know, once."""
         self.counters.failed(error.reason)
         if isinstance(error, Unreachable):
-            self.breaker.failure(time.monotonic())
-        else:
-            self.breaker.success()
+            if self.breaker.failure(time.monotonic()):
+                log.warning("%s is left alone for a moment, everything is a miss: %s", self.address.target, error)
+            return
+        self.breaker.success()
+        if error.reason not in self._told:
+            self._told.add(error.reason)
+            log.warning("%s refuses (%s, told once): %s", self.address.target, error.reason, error)
 
     def post(self, session: Session, method: int, payload: bytes) -> None:
         """Send without waiting, if the session still lives; a failure is nobody's concern any more."""
@@ -114,6 +128,21 @@ class Link:
     def abandon(self, session: Session, lease: bytes) -> None:
         """Release a lease from a destructor: it may run inside any call of this thread, so nothing is sent here."""
         self._abandoned.append((session, lease))
+
+    def abort(self, reservation: bytes) -> None:
+        """Say that this process writes into the reservation no more; without waiting.
+
+        It is said again in the next session, for the connection that carried it may just be breaking: until the server
+        hears it, or this process exits, the slots are nobody's.
+        """
+        self._aborted.append(reservation)
+        session = self.session
+        if session is not None:
+            self._post_abort(session, reservation)
+
+    def _post_abort(self, session: Session, reservation: bytes) -> None:
+        request = cache_pb2.AbortRequest(session=session.session_id, reservation=reservation)
+        self.post(session, ABORT, request.SerializeToString())
 
     def close(self) -> None:
         """End the session. Later calls fail with reason `client_closed`."""
@@ -161,12 +190,16 @@ class Link:
             session = self._open(deadline)
             self._held.append(session)
             self.counters.connected()
+            while self._aborted:
+                self._post_abort(session, self._aborted.popleft())
             return session
         finally:
             self._connecting.release()
 
     def _open(self, deadline: float) -> Session:
         address, options = self.address, self.options
+        if address.is_foreign:
+            raise Unreachable(f"the folder of {address.socket_path} belongs to another user")
         if options.local_channel and address.local_path:
             try:
                 return sessions.open_local(address, options, deadline)
@@ -188,6 +221,7 @@ class Link:
         """In a forked child: the transport has given up the parent's connection; locks may be held by nobody."""
         self._connecting = threading.Lock()
         self._abandoned.clear()
+        self._aborted.clear()
         self._held.clear()
         self.breaker.reset_after_fork()
         self.counters.reset_after_fork()

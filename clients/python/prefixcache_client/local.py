@@ -257,7 +257,10 @@ class LocalTransport:
         if timeout_s <= 0:
             raise Unreachable(_LATE, reason=DEADLINE)
         if abs(timeout_s - self._receive_timeout_s) > self._receive_timeout_s * _TIMEOUT_SLACK:
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s))
+            try:
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s))
+            except OSError as error:  # the watcher was faster: the connection has ended
+                raise Unreachable(f"the connection has ended: {error}", lost=True) from error
             self._receive_timeout_s = timeout_s
 
     # -- who reads, and the end --------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ DEADLINE: Final = "deadline"
 SERVER_UNAVAILABLE: Final = "server_unavailable"
 CIRCUIT_OPEN: Final = "circuit_open"
 LEASE_LOST: Final = "lease_lost"
+CHECKSUM_MISMATCH: Final = "checksum_mismatch"
 STREAM_TRUNCATED: Final = "stream_truncated"
 PARTIAL_BLOCK: Final = "partial_block"
 ALREADY_STORED: Final = "already_stored"
@@ -27,6 +28,9 @@ INTERNAL: Final = "internal"
 QUEUE_FULL: Final = "queue_full"
 CLIENT_CLOSED: Final = "client_closed"
 NOT_IN_TENSORS: Final = "not_in_tensors"
+
+NEVER_SENT: Final = frozenset({CIRCUIT_OPEN, CLIENT_CLOSED})
+"""Reasons of calls that the server has not heard of, so that nothing of them has to be undone."""
 
 _PREFIX: Final = "REASON_"
 _NAMES: Final = {value: name.removeprefix(_PREFIX).lower() for name, value in common_pb2.Reason.items()} | {0: NONE}

@@ -17,12 +17,12 @@ from prefixcache_client.errors import Failure
 from prefixcache_client.ids import new_id
 from prefixcache_client.link import Link
 from prefixcache_client.namespace import Epoch, Namespace, Prompt
-from prefixcache_client.reasons import count_reasons
+from prefixcache_client.reasons import NEVER_SENT, count_reasons
 from prefixcache_client.results import StoreResult
 from prefixcache_client.runs import granted_runs
 from prefixcache_client.session import Session
 from prefixcache_client.tensors import KvTensors, as_tensors
-from prefixcache_client.transport import ABORT, COMMIT, RESERVE
+from prefixcache_client.transport import COMMIT, RESERVE
 
 _MS: Final = 1000
 
@@ -95,8 +95,8 @@ def _store_share(link: Link, ns: Namespace, epoch: Epoch, target: KvTensors, sha
     try:
         session, answer = link.call(RESERVE, cache_pb2.ReserveResponse, build, link.options.store_timeout_s)
     except Failure as failure:
-        if link.session is not None:
-            _abort(link, link.session, reservation)
+        if failure.reason not in NEVER_SENT:
+            link.abort(reservation)
         return _Outcome(0, 0, {}, failure.reason)
     refused = count_reasons(answer.refused)
     if not answer.grants:
@@ -122,7 +122,7 @@ def _fill(
         return _Outcome(0, 0, {}, failure.reason)
     finally:
         if not committed:
-            _abort(link, session, reservation)
+            link.abort(reservation)
     return _Outcome(done.committed_blocks, moved, count_reasons(done.dropped))
 
 
@@ -134,8 +134,3 @@ def _commit(link: Link, session: Session, reservation: bytes) -> cache_pb2.Commi
 
     _, done = link.call(COMMIT, cache_pb2.CommitResponse, build, link.options.store_timeout_s)
     return done
-
-
-def _abort(link: Link, session: Session, reservation: bytes) -> None:
-    request = cache_pb2.AbortRequest(session=session.session_id, reservation=reservation)
-    link.post(session, ABORT, request.SerializeToString())

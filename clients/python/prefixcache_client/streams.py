@@ -3,11 +3,13 @@
 Rules:
 1. Pieces of at most 1 MiB; at most 64 MiB are staged at a time, whatever the request.
 2. Nothing is trusted: a piece outside of what was asked, out of order, or missing at the end fails the whole load.
-3. The server compares the generations here, as every reader does, and ends the stream when one differs.
+3. The server compares the generations here, as every reader does, and ends the stream when one differs. Where it sends
+   the checksum made at commit, the bytes are verified against it (if xxhash is installed).
 
 The staging buffer stands in for a pool, so that the copy into the caller's tensors is the same as from shared memory.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -18,11 +20,12 @@ from prefixcache.v1 import cache_pb2
 from prefixcache_client.blocks import BlockFormat
 from prefixcache_client.errors import Failure, Unreachable
 from prefixcache_client.paths import copied
-from prefixcache_client.reasons import STREAM_TRUNCATED
+from prefixcache_client.reasons import CHECKSUM_MISMATCH, STREAM_TRUNCATED
 from prefixcache_client.runs import SlotRun
 from prefixcache_client.tensors import KvTensors
 from prefixcache_client.transport import BlockStreams, unreadable
 from prefixcache_offload import transfer
+from prefixcache_offload.checksum import matches
 from prefixcache_offload.mapping import Bytes
 from prefixcache_offload.memory import Memory
 from prefixcache_offload.units import SLOT_GRANULE
@@ -132,6 +135,15 @@ class _Staged:
         start = row * self.stride + offset
         self.data[start : start + size] = np.frombuffer(piece.data, np.uint8)
         self._at += size
+        if piece.checksum and offset + size == self.part_bytes:
+            _verify(self.data[row * self.stride : row * self.stride + self.part_bytes], piece.checksum)
+
+
+def _verify(part: Bytes, digest: bytes) -> None:
+    """Raises Failure for bytes that are not those once committed. Without xxhash the transport's own sums must do."""
+    with contextlib.suppress(ImportError):
+        if not matches(part, digest):
+            raise Failure(CHECKSUM_MISMATCH, "the bytes that came are not those that were stored")
 
 
 def _pieces(run: SlotRun, staged: _Staged) -> Iterator[cache_pb2.WriteBlocksRequest]:

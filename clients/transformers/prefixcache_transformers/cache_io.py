@@ -11,6 +11,7 @@ What belongs here: tensors and their strides. It must not know keys, models or w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -49,17 +50,19 @@ def restore(
     for index, row in enumerate(rows):
         targets: dict[int, list[PartBlocks]] = {}
         for part, buffer in enumerate(parts):
-            for number, piece in _pieces(row, part, buffer.blocks(row)):
+            for number, piece in _readings(row, part, buffer.blocks(row)):
                 targets.setdefault(number, []).append(PartBlocks(part, piece.start, buffer.targets(index, piece)))
         if not all(row.leases[number].copy_to(wanted) for number, wanted in targets.items()):
             return False
-    for buffer, device in zip(parts, shape.devices, strict=True):
-        for layer, (keys, values) in zip(buffer.group.layers, buffer.states(device), strict=True):
+    # All of it first: a device without room for the last layer must not leave a cache that is half filled.
+    states = [list(buffer.states(device)) for buffer, device in zip(parts, shape.devices, strict=True)]
+    for group, layers in zip(shape.layout.groups, states, strict=True):
+        for layer, (keys, values) in zip(group.layers, layers, strict=True):
             compat.fill_layer(cache.layers[layer], keys, values, column)
     return True
 
 
-def _pieces(row: RestoredRow, part: int, blocks: range) -> Iterator[tuple[int, range]]:
+def _readings(row: RestoredRow, part: int, blocks: range) -> Iterator[tuple[int, range]]:
     """Which lease to read which blocks from: the first that holds them."""
     stop = blocks.stop
     for number, lease in enumerate(row.leases):
@@ -134,17 +137,26 @@ class _GroupBuffer:
         return row.pad + blocks.start * self._block_tokens, row.pad + blocks.stop * self._block_tokens
 
 
-@dataclass(frozen=True, slots=True)
+_Pieces = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+
+
 class Snapshot:
-    """States of a finished request, kept alive until they are stored.
+    """States of a finished request, kept alive until they are stored."""
 
-    `states`: by group, by layer, (keys, values) [row, kv_head, column - first column, dim]; `first_columns`: by group.
-    """
+    def __init__(
+        self, shape: CacheShape, block_tokens: int, pieces: Sequence[Sequence[_Pieces]], first_columns: Sequence[int]
+    ) -> None:
+        """`pieces`: by group, by layer, (keys, values), each in pieces [row, kv_head, columns, dim] that follow each
+        other from the group's `first_columns` on."""
+        self.shape = shape
+        self.block_tokens = block_tokens
+        self._pieces = pieces
+        self._first_columns = first_columns
 
-    shape: CacheShape
-    block_tokens: int
-    states: tuple[tuple[tuple[torch.Tensor, torch.Tensor], ...], ...]
-    first_columns: tuple[int, ...]
+    @functools.cached_property
+    def _states(self) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """By group, by layer: (keys, values). Joined when they are stored, not while somebody waits for the answer."""
+        return [[(_joined(keys), _joined(values)) for keys, values in group] for group in self._pieces]
 
     def parts(self, row: int, pad: int, blocks: range) -> Iterator[list[PartBlocks]]:
         """All parts of these blocks of a row, in canonical order and in pieces of bounded size."""
@@ -153,23 +165,23 @@ class Snapshot:
         for start in range(blocks.start, blocks.stop, step):
             piece = range(start, min(start + step, blocks.stop))
             yield [
-                PartBlocks(part, piece.start, self._stage(part, row, pad, piece)) for part in range(len(self.states))
+                PartBlocks(part, piece.start, self._stage(part, row, pad, piece)) for part in range(len(self._pieces))
             ]
 
     def first_block(self, pad: int) -> int:
         """The first block of a row whose states are all here."""
-        return max(0, -(-(max(self.first_columns) - pad) // self.block_tokens))
+        return max(0, -(-(max(self._first_columns) - pad) // self.block_tokens))
 
     def _stage(self, part: int, row: int, pad: int, blocks: range) -> torch.Tensor:
         """[block, kv_head, layer, k and v of a block] in canonical order, in host memory."""
         group, size = self.shape.layout.groups[part], self.block_tokens
-        begin = pad - self.first_columns[part]
+        begin = pad - self._first_columns[part]
         columns = slice(begin + blocks.start * size, begin + blocks.stop * size)
         head = (len(blocks), group.kv_heads, len(group.layers))
         stage = torch.empty(*head, size * (group.k_dim + group.v_dim), dtype=self.shape.dtype)
         into = torch.split(stage, [size * group.k_dim, size * group.v_dim], dim=-1)
         targets, sources = [], []
-        for layer, states in enumerate(self.states[part]):
+        for layer, states in enumerate(self._states[part]):
             for half, state in zip(into, states, strict=True):
                 source = torch.unflatten(state[row, :, columns], 1, (len(blocks), size)).transpose(0, 1)
                 targets.append(torch.unflatten(half[:, :, layer], -1, source.shape[2:]))
@@ -180,16 +192,18 @@ class Snapshot:
 
 def take_snapshot(cache: DynamicCache, shape: CacheShape, block_tokens: int, restored_column: int) -> Snapshot:
     """Hold on to a cache's states. Sliding layers hold what came after `restored_column`, the others everything."""
-    states, first_columns = [], []
+    pieces, first_columns = [], []
     for group in shape.layout.groups:
-        layers = [cache.layers[layer] for layer in group.layers]
-        states.append(tuple(_all_states(layer) for layer in layers))
+        pieces.append([_pieces_of(cache.layers[layer]) for layer in group.layers])
         first_columns.append(restored_column if group.window_tokens else 0)
-    return Snapshot(shape, block_tokens, tuple(states), tuple(first_columns))
+    return Snapshot(shape, block_tokens, pieces, first_columns)
 
 
-def _all_states(layer: compat.DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
-    if not isinstance(layer, compat.RecordingSlidingLayer):
-        return layer.keys, layer.values
-    keys, values = zip(*layer.recorded, strict=True)
-    return torch.cat(keys, dim=-2), torch.cat(values, dim=-2)
+def _pieces_of(layer: compat.DynamicLayer) -> _Pieces:
+    if isinstance(layer, compat.RecordingSlidingLayer):
+        return [keys for keys, _ in layer.recorded], [values for _, values in layer.recorded]
+    return [layer.keys], [layer.values]
+
+
+def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return (pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=-2)).detach()

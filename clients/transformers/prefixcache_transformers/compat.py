@@ -19,6 +19,7 @@ __all__ = [
     "forward_cache_keyword",
     "generate_cache_keyword",
     "new_cache",
+    "record_until",
     "sliding_window",
 ]
 
@@ -35,16 +36,26 @@ class RecordingSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  #
     """
 
     def __init__(self, window: int) -> None:
+        """`window`: tokens a query sees, itself included."""
         super().__init__(sliding_window=window)
         self.recorded: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.record_until: int | None = None  # tokens seen after which nothing is remembered any more; None for never
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add states [batch, kv_heads, new tokens, head_dim]; returns what attention has to look at."""
-        self.recorded.append((key_states, value_states))
+        if self.record_until is None or self.cumulative_length < self.record_until:
+            self.recorded.append((key_states, value_states))
         states = super().update(key_states, value_states, *args, **kwargs)
         return cast("tuple[torch.Tensor, torch.Tensor]", states)
+
+
+def record_until(cache: DynamicCache, tokens: int | None) -> None:
+    """Let the recording layers of a cache stop at this many tokens; None lets them go on for ever."""
+    for layer in cache.layers:
+        if isinstance(layer, RecordingSlidingLayer):
+            layer.record_until = tokens
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:

@@ -99,17 +99,20 @@ class PrefixCache:
         if found is None:
             return self.model.generate(input_ids, **arguments)
         rows = settings.rows_per_prompt
+        store_generated = not self.options.prompt_only and settings.beams == 1
+        if store_generated:
+            compat.record_until(found.cache, None)
         if rows > 1 and found.columns:
             found.cache.batch_repeat_interleave(rows)
         output = self.model.generate(input_ids, **arguments, **{self._generate_keyword: found.cache})
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        store_generated = not self.options.prompt_only and settings.beams == 1
         generated = sequences[:, input_ids.shape[1] :] if store_generated else None
         self._store_later(found, rows, generated, settings.eos_ids)
         if not isinstance(output, torch.Tensor):
             self.flush()  # the caller holds the cache from here on and may change it
         return output
 
+    @torch.no_grad()
     def prefill(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **arguments: Any
     ) -> tuple[Any, CachedPrefix | None]:
@@ -144,6 +147,7 @@ class PrefixCache:
         for chain, prompt in zip(chains, prompts, strict=True):
             chain.append(prompt.tokens)
         cache = compat.new_cache(self.model)
+        compat.record_until(cache, input_ids.shape[1])
         restored = restore_prompts(self._store, self.shape, cache, prompts, chains)
         if restored.reason:
             self.stats.reasons[restored.reason] += 1

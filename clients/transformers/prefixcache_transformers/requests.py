@@ -27,6 +27,8 @@ _REFUSED = {
     "penalty_alpha": "contrastive_search",
     "dola_layers": "dola",
 }
+# Older Gemma checkpoints ask for it; `generate` takes its default cache instead.
+_UNSET_BY_GENERATE = ("cache_implementation", "hybrid")
 _KNOWN_TENSORS = {"input_ids", "attention_mask"}
 
 
@@ -76,7 +78,7 @@ def bypass_reason(model: PreTrainedModel, input_ids: torch.Tensor | None, argume
     """Why this call must run without the cache; None when it may use it."""
     settings = Settings(model, arguments)
     for name, reason in _REFUSED.items():
-        if settings.get(name) is not None:
+        if settings.get(name) is not None and (name, settings.get(name)) != _UNSET_BY_GENERATE:
             return reason
     if model.training:
         return "training_mode"

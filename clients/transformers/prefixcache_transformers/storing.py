@@ -10,10 +10,11 @@ What belongs here: from a finished cache to `BlockStore.store`. It must not know
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +28,7 @@ from prefixcache_transformers.cache_io import Snapshot
 __all__ = ["Stats", "StoreJob", "StoreThread", "until_end"]
 
 MAX_WAITING = 4
+log = logging.getLogger("prefixcache_transformers")
 
 
 @dataclass(slots=True)
@@ -83,17 +85,24 @@ class StoreThread:
                 self._stats.reasons["store_backlog"] += 1
                 return
             self._waiting.append(self._thread.submit(self._run, store, snapshot, jobs))
+            self._waiting[-1].add_done_callback(self._note_defect)
 
     def flush(self) -> None:
         """Wait until everything added so far is stored or refused."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
-        for future in waiting:
-            future.result()
+        wait(waiting)
 
     def close(self) -> None:
         """Store what is waiting, and end."""
         self._thread.shutdown(wait=True)
+
+    def _note_defect(self, future: Future[None]) -> None:
+        """What is no failure of the store is a fault in here: told loudly, and still no request's problem."""
+        error = future.exception()
+        if error is not None:
+            self._stats.reasons["store_defect"] += 1
+            log.error("storing failed", exc_info=error)
 
     def _run(self, store: BlockStore, snapshot: Snapshot, jobs: Sequence[StoreJob]) -> None:
         for job in jobs:

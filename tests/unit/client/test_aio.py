@@ -1,6 +1,7 @@
 """AsyncClient: the same answers, a loop that never waits, and nothing left behind by a cancelled task."""
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -100,3 +101,20 @@ def test_close_before_the_lease_is_left(daemon: FakeDaemon) -> None:
             assert not lease._lease.valid()
 
     run(work())
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_has_threads_of_its_own(daemon: FakeDaemon) -> None:
+    client = AsyncClient(f"unix://{daemon.path}", ClientOptions(timeout_s=10.0))
+    ns = client.namespace(LAYOUT, DIGEST, block_tokens=BLOCK_TOKENS)
+
+    async def store_and_look() -> int:
+        await client.store(ns, TOKENS, block_data(ns))
+        return (await client.lookup(ns, TOKENS)).tokens
+
+    assert asyncio.run(store_and_look()) == 96
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if asyncio.run(asyncio.wait_for(store_and_look(), 20)) == 96 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    asyncio.run(client.close())

@@ -22,6 +22,13 @@ def test_opens_after_failures_in_a_row_only() -> None:
     assert tripped().state == OPEN
 
 
+def test_opening_is_told_once() -> None:
+    breaker = CircuitBreaker(threshold=2, open_s=1.0, max_open_s=3.0)
+    assert [breaker.failure(0.0) for _ in range(4)] == [False, True, False, False]
+    assert breaker.admit(1.0)
+    assert not breaker.failure(1.0), "a failed probe is nothing new"
+
+
 def test_refuses_while_open_and_lets_one_probe_through() -> None:
     breaker = tripped()
     assert not breaker.admit(0.99)

@@ -139,6 +139,21 @@ def test_refusals_are_reasons_and_do_not_open_the_breaker(client: Client, ns: Na
     assert client.stats().breaker == "closed"
 
 
+def test_what_a_person_should_know_is_logged_once(
+    local_client: Client, ns: Namespace, daemon: FakeDaemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon.faults.refuse = {local_pb2.METHOD_OPEN_NAMESPACE: common_pb2.REASON_BAD_LAYOUT}
+    for _ in range(3):
+        assert local_client.acquire(ns, TOKENS).reason == "bad_layout"
+    assert [record.message for record in caplog.records if "bad_layout" in record.message] == [
+        f"unix:{daemon.path} refuses (bad_layout, told once): refused by the fake"
+    ]
+    caplog.clear()
+    with Client(f"unix://{tmp_path}/none", ClientOptions(breaker_open_s=0.001, breaker_max_open_s=0.002)) as lonely:
+        wait_until(lambda: not lonely.acquire(ns, TOKENS) and lonely.stats().breaker_opened > 3)
+    assert len([record for record in caplog.records if "left alone" in record.message]) == 1
+
+
 def test_a_commit_that_is_refused(client: Client, ns: Namespace, daemon: FakeDaemon) -> None:
     daemon.faults.refuse = {local_pb2.METHOD_COMMIT: common_pb2.REASON_RESERVATION_EXPIRED}
     result = client.store(ns, TOKENS, block_data(ns))

@@ -129,7 +129,7 @@ def test_a_lost_session_quarantines_until_its_process_is_gone() -> None:
     assert h.used == 6
     h.refused(CommitRequested(A, reserved.reservation), Kind.FAILED_PRECONDITION, Refusal.RESERVATION_EXPIRED)
     assert h.used == 4
-    assert h.ask(ProcessExited(A), SessionClosed).quarantined_slots == 0
+    h.refused(ProcessExited(A), Kind.NOT_FOUND, Refusal.SESSION_UNKNOWN)  # nothing waited for it any more
 
 
 def test_a_killed_writer_gives_everything_back_at_once() -> None:

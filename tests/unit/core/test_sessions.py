@@ -45,7 +45,8 @@ def test_an_ended_session_ends_its_leases_at_once() -> None:
 
 def test_a_mapped_session_is_remembered_until_its_process_is_gone() -> None:
     h = Harness()
-    h.send(SessionEnded(A))
+    h.reserve("ab", A)
+    assert h.ask(SessionEnded(A), SessionClosed).quarantined_slots == 2
     h.refused(SessionEnded(A), Kind.FAILED_PRECONDITION, Refusal.SESSION_ENDED)
     h.refused(SessionOpened(A, True), Kind.ALREADY_EXISTS, Refusal.SESSION_EXISTS)
     assert h.ask(ProcessExited(A), SessionClosed).quarantined_slots == 0

@@ -85,6 +85,7 @@ def test_the_pool_takes_a_quarter_of_what_is_free(monkeypatch: pytest.MonkeyPatc
         ({"max_message_bytes": "1KiB"}, ["max_message_bytes", "64KiB"]),
         ({"warm_restart": "perhaps"}, ["warm_restart", "true or false"]),
         ({"max_keys": ["1"]}, ["max_keys", "list"]),
+        ({"warm_restart": "yes", "checksums": "no"}, ["warm_restart", "checksums"]),
     ],
 )
 def test_a_bad_value_names_its_key_and_what_would_do(flags: dict[str, object], words: list[str]) -> None:

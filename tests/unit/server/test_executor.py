@@ -86,7 +86,9 @@ def test_a_verification_does_not_wait_for_checksums(pool: HostPool) -> None:
         executor.orders[c.ComputeChecksum](c.ComputeChecksum(1, 0, 0, 1000, rows, SLOTS, generations))
     executor.orders[c.VerifyParts](c.VerifyParts(6, 1, ()))
     assert executor.backlog == 4
+    assert not executor.finish(0)
     executor.start(events.put)
+    assert executor.finish(20)
     assert [type(events.get(timeout=20)) for _ in range(4)] == [e.VerifyDone, *[e.ChecksumDone] * 3]
     executor.stop()
 

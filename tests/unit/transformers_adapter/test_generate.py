@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from prefixcache_transformers import cache_io
 from prefixcache_transformers.block_store import BlockStore
 
 from .tiny_models import BLOCK, STYLES, WINDOW, Opener, cached, left_padded, plain, prompt, tiny_model
@@ -268,6 +269,25 @@ def test_failing_store_changes_no_output(model: Any, fault: str) -> None:
     assert sum(broken.stats.reasons.values()) == 1 or fault == "store"
 
 
+def test_no_room_for_the_last_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that runs out of memory half-way through a restore: everything is computed, nothing half restored."""
+    model = tiny_model("gemma3")
+    ids = prompt(4 * BLOCK + 5, 48)
+    cache, _ = cached(model)
+    generate(cache, ids)
+    states = cache_io._GroupBuffer.states
+
+    def full(self: Any, device: torch.device) -> Any:
+        if self.group.window_tokens == 0:
+            raise torch.OutOfMemoryError("out of memory")
+        return states(self, device)
+
+    monkeypatch.setattr(cache_io._GroupBuffer, "states", full)
+    assert torch.equal(generate(cache, ids), plain(model, ids))
+    assert cache.stats.reasons == {"store_failed": 1}
+    assert cache.stats.reused == 0
+
+
 def test_evicted_blocks_are_misses(model: Any) -> None:
     ids = prompt(6 * BLOCK + 5, 44)
     cache, opener = cached(model, prompt_only=True)
@@ -279,3 +299,42 @@ def test_evicted_blocks_are_misses(model: Any) -> None:
     assert torch.equal(generate(cache, ids), plain(model, ids))
     assert cache.stats.reused - before == 3 * BLOCK
     assert WINDOW > 2 * BLOCK  # so the sliding groups needed blocks before the hole
+
+
+def test_prompt_only_remembers_no_generated_states() -> None:
+    """A long answer must not keep what a sliding layer has forgotten."""
+    model = tiny_model("gemma3")
+    ids = prompt(50, 45)
+    for prompt_only, held in ((True, 50), (False, 50 + 30 - 1)):
+        cache, _ = cached(model, prompt_only=prompt_only)
+        output = generate(cache, ids, tokens=30, return_dict_in_generate=True)
+        states = getattr(output, cache._generate_keyword)
+        assert sum(keys.shape[2] for keys, _ in states.layers[0].recorded) == held
+        assert states.layers[0].keys.shape[2] == WINDOW - 1
+
+
+def test_older_gemma_checkpoints_ask_for_a_cache_they_do_not_get() -> None:
+    model = tiny_model("gemma3")
+    model.generation_config.cache_implementation = "hybrid"
+    ids = prompt(4 * BLOCK + 3, 46)
+    cache, _ = cached(model)
+    for _ in range(2):
+        assert torch.equal(generate(cache, ids), plain(model, ids))
+    assert cache.stats.reused == 4 * BLOCK
+
+
+def test_a_defect_in_storing_is_told_and_no_request_fails(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Defective:
+        """A store that breaks its contract."""
+
+        def __init__(self, inner: BlockStore) -> None:
+            self.acquire = inner.acquire
+
+        def store(self, keys: bytes, parts: Any) -> int:
+            raise KeyError("not among the failures a store may have")
+
+    cache, _ = cached(llama, Opener(Defective))
+    ids = prompt(50, 47)
+    assert torch.equal(generate(cache, ids), plain(llama, ids))
+    assert cache.stats.reasons == {"store_defect": 1}
+    assert "storing failed" in caplog.text

@@ -15,6 +15,9 @@ from prefixcache.identity.keys import root_key
 from prefixcache_transformers.block_store import BlockStore, MemoryBlockStore
 from prefixcache_transformers.prefix_cache import CacheOptions, PrefixCache
 
+# Models this small gain nothing from a second thread, and on a busy machine each would wait for the other.
+torch.set_num_threads(1)
+
 VOCAB = 512
 BLOCK = 16
 WINDOW = 40  # no multiple of the block, so that windows begin inside blocks

@@ -12,12 +12,14 @@ import numpy as np
 
 from prefixcache.core.checks import Checks
 from prefixcache.core.commands import Acquired, Command, LeaseEnded, LeaseExtended, LookedUp, Released, Run
+from prefixcache.core.demoting import Demoter
 from prefixcache.core.events import AcquireRequested, LeaseReleased, LeaseRenewed, LookupRequested
 from prefixcache.core.foreign_leases import ForeignAcquiring, begin_lease, look_up_foreign, read_run
-from prefixcache.core.ids import KEY_BYTES, Tier
+from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Tier
 from prefixcache.core.leases import Lease
+from prefixcache.core.loading import Loader, Wish
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.radix import ROW_DTYPE, Node, Path, path_to, pin_path
+from prefixcache.core.radix import ROW_DTYPE, Node, Path, hot_from, path_to
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.removal import Remover
 from prefixcache.core.slabs import SlabMover
@@ -25,6 +27,7 @@ from prefixcache.core.state import Session, State
 
 # Members of an enum are looked up by a Python call each time (Python 3.11): what every call needs is kept here.
 _HOST = int(Tier.HOST)
+_DISK = int(Tier.DISK)
 
 
 class Acquiring:
@@ -32,6 +35,8 @@ class Acquiring:
 
     def __init__(self, state: State, remover: Remover, mover: SlabMover, checks: Checks) -> None:
         self.state = state
+        self.loader: Loader | None = None  # where there is a disk
+        self.demoter: Demoter | None = None
         self.checks = checks
         self.foreign = ForeignAcquiring(state, checks)
         self.remover = remover
@@ -47,36 +52,68 @@ class Acquiring:
         if space.foreign is not None:
             self.foreign.acquire(event, session, space, now, out)
             return
-        keys = event.keys
-        path = space.tree.walk(keys)
-        key_blocks = len(keys) // KEY_BYTES
+        path = space.tree.walk(event.keys)
         from_block = event.from_block
         limit = path.blocks if event.max_blocks is None else min(path.blocks, from_block + event.max_blocks)
-        end = limit
+        end, wish = limit, None
         if space.optional_parts or space.table.unverified:
-            rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
-            end = space.restorable(rows, from_block, limit)
-            if space.table.unverified and self.checks.hold(event, space, rows[from_block:end], out):
+            end = self._restorable(event, space, path, limit, out)
+            if end < 0:
                 return
-        tokens = space.block_tokens
+        _remember(space, path)
+        if space.cold_blocks:
+            path, end, wish = self._plan_loads(event, space, path, end, now, out)
+        key_blocks = len(event.keys) // KEY_BYTES
         state.stats.acquires += 1
-        total = event.prompt_tokens
+        tokens, total = space.block_tokens, event.prompt_tokens
         space.tokens.look_up(total - from_block * tokens, total - key_blocks * tokens)
-        stop = None
-        if end < key_blocks:
-            stop = self._count_misses(space, path, event, (end, limit))
-        planned = max(0, end - from_block)
-        if end < path.blocks or not planned:
+        stop = self._count_misses(space, path, event, (end, limit), wish)
+        if end < path.blocks or end <= from_block:
             self._touch(space, path)  # no lease holds all of it
-        if not planned:
+        if end <= from_block:
             out.append(Acquired(lease_id, from_block, 0, 0, (), stop, (0, 0, 0, 0), now))
             return
-        expires_at = now + state.clipped_ttl(event.ttl_s)
-        runs = self._runs(space, path, from_block, end)
-        reply = Acquired(lease_id, from_block, planned, planned, runs, stop, (0, planned * tokens, 0, 0), expires_at)
+        reply = self._promise(event, space, path, end, wish)
+        reply.stop, reply.expires_at = stop, now + state.clipped_ttl(event.ttl_s)
         lease = Lease(lease_id, event.session, space, reply)
-        pin_path(_node_at(path, end), end, lease.pins)
+        self.remover.pin(_node_at(path, end), end, lease.pins)
         begin_lease(state, session, lease, out)
+        if wish is not None:
+            wish.give(lease)
+
+    def _restorable(self, event: AcquireRequested, space: Namespace, path: Path, limit: int, out: list[Command]) -> int:
+        """How many blocks can be restored; -1 where that is answered later, as bytes must be verified first."""
+        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
+        end = space.restorable(rows, event.from_block, limit)
+        if space.table.unverified and self.checks.hold(event, space, rows[event.from_block : end], out):
+            return -1
+        return end
+
+    def _plan_loads(
+        self, event: AcquireRequested, space: Namespace, path: Path, end: int, now: float, out: list[Command]
+    ) -> tuple[Path, int, Wish | None]:  # fmt: skip
+        """Some blocks are on disk only: what of the path can be promised, with the loads for it begun. The path is
+        another one after that."""
+        if end <= event.from_block or self.loader is None or self.demoter is None:
+            return path, end, None
+        wish = self.loader.plan(event, space, path, end, now, out)
+        if wish.loads:
+            self.demoter.refill(now, out)
+        return space.tree.walk(event.keys), wish.end, wish
+
+    def _promise(self, event: AcquireRequested, space: Namespace, path: Path, end: int, wish: Wish | None) -> Acquired:
+        """The answer but for stop and time. Where blocks still have to come, what is ready ends at the first."""
+        first = event.from_block
+        tokens = space.block_tokens
+        planned = end - first
+        if wish is None or wish.cold is None:
+            runs = self._runs(space, path, first, end)
+            return Acquired(event.lease, first, planned, planned, runs, None, (0, planned * tokens, 0, 0), 0.0)
+        ready = int(np.argmax(wish.cold))
+        on_disk = int(np.count_nonzero(wish.cold)) * tokens
+        runs = self._runs(space, path, first, first + ready) if ready else ()
+        by_tier = (0, planned * tokens - on_disk, on_disk, 0)
+        return Acquired(event.lease, first, planned, ready, runs, None, by_tier, 0.0, eta_s=wish.eta_s)
 
     def lookup(self, event: LookupRequested, out: list[Command]) -> None:
         state = self.state
@@ -89,12 +126,25 @@ class Acquiring:
             return
         path = space.tree.walk(event.keys)
         end = path.blocks
+        on_disk = 0
         if space.optional_parts:
             end = space.restorable(np.frombuffer(path.packed_rows(), ROW_DTYPE), event.from_block, end)
+        elif space.cold_blocks and end:
+            end, on_disk = self._look_below(space, path, event.from_block)
         stop = None
         if end * KEY_BYTES < len(event.keys):
-            stop = Miss.GROUP_GAP if end < path.blocks else self._stop_behind(space, path, event.keys)
-        out.append(LookedUp(end, (0, max(0, end - event.from_block) * space.block_tokens, 0, 0), stop))
+            gap = Miss.TIER_OFF if space.on_disk else Miss.GROUP_GAP
+            stop = gap if end < path.blocks else self._stop_behind(space, path, event.keys)
+        in_memory = max(0, end - event.from_block) - on_disk
+        out.append(LookedUp(end, (0, in_memory * space.block_tokens, on_disk * space.block_tokens, 0), stop))
+
+    def _look_below(self, space: Namespace, path: Path, from_block: int) -> tuple[int, int]:
+        """(blocks that could be had, those of them from `from_block` on that are on disk only)."""
+        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
+        cold = space.table.parts[0].slots[rows] == NO_SLOT
+        if not self.state.disk.reads_on and cold.any():
+            return int(np.argmax(cold)), 0
+        return path.blocks, int(np.count_nonzero(cold[from_block:]))
 
     def renew(self, event: LeaseRenewed, now: float, out: list[Command]) -> None:
         lease = self._own_lease(event.session, event.lease, out)
@@ -108,15 +158,24 @@ class Acquiring:
         if lease is None:
             return
         planned = lease.reply.planned_blocks
-        used = planned if event.used_blocks is None else min(max(event.used_blocks, 0), planned)
-        hit = used * lease.space.block_tokens
+        ready = lease.ready_end - lease.reply.from_block if lease.cold is not None else planned
+        used = ready if event.used_blocks is None else min(max(event.used_blocks, 0), ready)
+        tokens = lease.space.block_tokens
+        hit = used * tokens
         missed = lease.planned_tokens - hit
         ledger = lease.space.tokens
         ledger.pending -= lease.planned_tokens
+        if lease.cold is not None:
+            from_disk = int(np.count_nonzero(lease.cold[:used])) * tokens
+            ledger.hit[_DISK] += from_disk
+            ledger.hit[_HOST] -= from_disk
+            if lease.stop is not None and planned > ready:
+                ledger.miss[lease.stop] += (planned - ready) * tokens
+                ledger.miss[event.unused] -= (planned - ready) * tokens
         ledger.hit[_HOST] += hit
         if missed:
             ledger.miss[event.unused] += missed
-        self._end(lease)
+        self._end(lease, out)
         out.append(Released(lease.lease, hit, missed))
 
     def end_unreleased(self, lease: Lease, reason: Miss, out: list[Command]) -> None:
@@ -128,11 +187,13 @@ class Acquiring:
         self.state.stats.leases_expired += expired
         if expired:
             self.state.remember_expired(lease.lease)
-        self._end(lease)
+        self._end(lease, out)
         out.append(LeaseEnded(lease.lease, lease.session, reason))
 
-    def _end(self, lease: Lease) -> None:
+    def _end(self, lease: Lease, out: list[Command]) -> None:
         state = self.state
+        if lease.loads and self.loader is not None:
+            self.loader.leave(lease, out)
         lease.ended = True
         state.deadlines.note_ended()
         del state.leases[lease.lease]
@@ -140,9 +201,21 @@ class Acquiring:
         if lease.space.foreign is None:
             for pin in lease.pins:
                 self._touch(lease.space, path_to(pin.node, pin.depth))
+            if lease.space.on_disk:
+                self._count_hit(lease)
         self.remover.unpin_all(lease.pins)
         if self.mover.retired:
             self.mover.settle_retired()
+
+    def _count_hit(self, lease: Lease) -> None:
+        """For what is worth keeping on disk, and writing to it early."""
+        pin = lease.pins[0]
+        path = path_to(pin.node, pin.depth)
+        hits = lease.space.table.hits
+        for piece in path.stretches(0, path.blocks) if path.nodes and not path.nodes[0].start else ():
+            hits[piece] = np.minimum(hits[piece], 254) + 1
+        if self.demoter is not None:
+            self.demoter.note_used(pin.node, pin.depth)
 
     def _touch(self, space: Namespace, path: Path) -> None:
         """These blocks were used now."""
@@ -153,7 +226,9 @@ class Acquiring:
         for piece in path.stretches(0, path.blocks):
             touched[piece] = tick
         last = path.nodes[-1]
-        if last.children is None and last.end == path.blocks:
+        if last.cold:
+            last = hot_from(last)
+        if not last.held and last.end <= path.blocks:
             space.policy.touch_leaf(last, tick)
 
     def _runs(self, space: Namespace, path: Path, from_block: int, end: int) -> tuple[Run, ...]:
@@ -170,15 +245,22 @@ class Acquiring:
                 runs.append(read_run(space, part, path.stretches(first, end), first, pool))
         return tuple(runs)
 
-    def _count_misses(self, space: Namespace, path: Path, event: AcquireRequested, ends: tuple[int, int]) -> Miss:
-        """Counts the blocks behind the planned ones by reason; answers the first reason. ends: (planned, limit)."""
+    def _count_misses(
+        self, space: Namespace, path: Path, event: AcquireRequested, ends: tuple[int, int], wish: Wish | None
+    ) -> Miss | None:
+        """Counts the blocks behind the planned ones by reason; answers the first reason, None where there are none.
+
+        ends: (planned, limit); wish: says why what is stored up to the limit is not planned, where it is not a gap."""
+        if ends[0] * KEY_BYTES >= len(event.keys):
+            return None
+        cut = wish.stop if wish is not None else None
         end, limit = max(ends[0], event.from_block), max(ends[1], event.from_block)
         matched = max(path.blocks, event.from_block)
         tokens = space.block_tokens
         miss = space.tokens.miss
         behind = self._stop_behind(space, path, event.keys)
         counts = (
-            (Miss.GROUP_GAP, limit - end),
+            (cut or Miss.GROUP_GAP, limit - end),
             (Miss.BEYOND_LIMIT, matched - limit),
             (behind, len(event.keys) // KEY_BYTES - matched),
         )
@@ -247,6 +329,12 @@ class Acquiring:
             return True
         state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID, text, event.lease)
         return False
+
+
+def _remember(space: Namespace, path: Path) -> None:
+    """A prompt hit these blocks; only some policies want to know."""
+    if space.policy.remembers and path.blocks:
+        space.policy.used(space, np.frombuffer(path.packed_rows(), ROW_DTYPE))
 
 
 def _node_at(path: Path, end: int) -> Node:

@@ -6,14 +6,18 @@ Must not know: policies, deadlines.
 
 from __future__ import annotations
 
-from prefixcache.core.commands import Change, Cleared, Command
+import numpy as np
+
+from prefixcache.core.commands import Change, Cleared, Command, RevokeRecords
 from prefixcache.core.events import ClearRequested, PartFailedVerification
 from prefixcache.core.ids import KEY_BYTES
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.radix import DETACHED, FILLING, ROW_BYTES, Node, subtree
 from prefixcache.core.reasons import Kind, Refusal
+from prefixcache.core.recovering import Recoverer
 from prefixcache.core.removal import Remover
 from prefixcache.core.state import State
+from prefixcache.core.table import NO_SEGMENT
 
 
 class Clearing:
@@ -22,6 +26,7 @@ class Clearing:
     def __init__(self, state: State, remover: Remover) -> None:
         self.state = state
         self.remover = remover
+        self.recoverer: Recoverer | None = None  # where there is a disk
 
     def clear(self, event: ClearRequested, out: list[Command]) -> None:
         state = self.state
@@ -31,13 +36,18 @@ class Clearing:
                 state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID, text)
                 return
             counts = [self._clear_all(space, out) for space in state.namespaces.values()]
+            if self.recoverer is not None:
+                out.append(RevokeRecords(None, None))
             self._answer(counts, out)
             return
         space = state.known_namespace(event.namespace, out)
         if space is None:
             return
         if event.keys is None:
-            self._answer([self._clear_all(space, out)], out)
+            counts = [self._clear_all(space, out)]
+            if space.on_disk:
+                out.append(RevokeRecords(space.number, None))
+            self._answer(counts, out)
         elif state.good_keys(event.keys, 0, out):
             if space.foreign is not None:
                 nodes = [space.foreign.by_key.get(event.keys[at : at + KEY_BYTES]) for at in _starts(event.keys)]
@@ -73,6 +83,8 @@ class Clearing:
 
     def _clear_all(self, space: Namespace, out: list[Command]) -> tuple[int, int]:
         gone = held = 0
+        if self.recoverer is not None:
+            self.recoverer.cleared(space, None)
         for node in list((space.tree.root.children or {}).values()):
             counts = self.remover.detach(node)
             gone, held = gone + counts[0], held + counts[1]
@@ -83,6 +95,8 @@ class Clearing:
     def _clear_prefix(self, space: Namespace, keys: bytes, out: list[Command]) -> tuple[int, int]:
         path = space.tree.walk(keys, FILLING)
         if not path.nodes or path.blocks * KEY_BYTES != len(keys):
+            if self.recoverer is not None and keys:
+                self.recoverer.cleared(space, {keys[-KEY_BYTES:]})
             return 0, 0
         node = path.nodes[-1]
         place = path.blocks - 1 - node.start
@@ -98,7 +112,27 @@ class Clearing:
         if self.state.config.publish:
             first_key = node.edge[:KEY_BYTES]
             out.append(self.state.publish(Change.CLEARED, space, first_key, space.parent_key(node), node.start))
+        if space.on_disk:
+            self._revoke(space, node, out)
         return self.remover.detach(node)
+
+    def _revoke(self, space: Namespace, node: Node, out: list[Command]) -> None:
+        """A tombstone for all that is, or is about to be, on disk of a subtree."""
+        keys = []
+        for below in subtree(node):
+            rows = below.row_array()
+            on_disk = np.zeros(len(rows), np.bool_)
+            for column in space.table.parts:
+                on_disk |= column.segments[rows] != NO_SEGMENT
+            if space.writing:
+                under_way = {row for row, _ in space.writing}
+                on_disk |= np.array([row in under_way for row in rows.tolist()], np.bool_)
+            keys.append(np.frombuffer(below.edge, np.uint8).reshape(-1, KEY_BYTES)[on_disk].tobytes())
+        if self.recoverer is not None:
+            self.recoverer.cleared(space, {node.edge[:KEY_BYTES]})
+        packed = b"".join(keys)
+        if packed:
+            out.append(RevokeRecords(space.number, packed))
 
     def _answer(self, counts: list[tuple[int, int]], out: list[Command]) -> None:
         gone = sum(count[0] for count in counts)

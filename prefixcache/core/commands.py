@@ -2,7 +2,8 @@
 
 Belongs here: plain values. Must not know: who carries them out.
 An order that stands before a reply is done before that reply leaves (`SetGenerations` before `Reserved`).
-Every order that begins something asynchronous (CopySlots, ComputeChecksum, VerifyParts) ends in exactly one Done event.
+Every order that begins something asynchronous (CopySlots, ComputeChecksum, VerifyParts) ends in exactly one Done event;
+of those about records each record ends exactly once.
 Not frozen, for the same reason as the events; treat as immutable. Arrays are not copied again: do not write to them.
 """
 
@@ -96,6 +97,7 @@ class Acquired:
     tokens: tuple[int, int, int, int]
     expires_at: float
     present: NDArray[np.bool_] | None = None
+    eta_s: float = 0.0  # when the last planned block should be ready, from now
 
 
 @dataclass(slots=True)
@@ -235,6 +237,80 @@ class VerifyParts:
 
 
 @dataclass(slots=True)
+class Records:
+    """n records of one namespace, in the order in which they are best written or read. keys and parents: packed, n x 32
+    (a parent of zeros: none); depths: number of the block in its chain; segments and pages: where they are on disk
+    (zeros for what is to be written). All arrays u32[n] but parts, u16[n]."""
+
+    namespace: NamespaceId
+    parts: NDArray[np.uint16]
+    rows: Rows
+    slots: Slots
+    segments: NDArray[np.uint32]
+    pages: NDArray[np.uint32]
+    keys: bytes
+    parents: bytes
+    depths: NDArray[np.uint32]
+
+
+@dataclass(slots=True)
+class WriteRecords:
+    """Append the bytes of these slots to the log. Ends in RecordsWritten events, each record in exactly one. Until then
+    the slots keep their bytes, whatever happens to their blocks."""
+
+    job: int
+    pool: PoolId
+    records: Records
+
+
+@dataclass(slots=True)
+class ReadRecords:
+    """Read these records into their slots, nearest first. Ends in RecordsRead events, each record in exactly one. Until
+    then the slots belong to the read."""
+
+    job: int
+    pool: PoolId
+    records: Records
+
+
+@dataclass(slots=True)
+class CancelReads:
+    """What has not begun of a job's reads is not wanted any more. It ends all the same, as failed."""
+
+    job: int
+
+
+@dataclass(slots=True)
+class FreeSegment:
+    """Append `keep` (which lie in it) again, then give the segment's room back. Ends in SegmentFreed."""
+
+    segment: int
+    keep: tuple[Records, ...]
+
+
+@dataclass(slots=True)
+class RevokeRecords:
+    """Write a tombstone over every record submitted before now: of these keys; of the namespace (keys None); of all
+    (namespace None)."""
+
+    namespace: NamespaceId | None
+    keys: bytes | None
+
+
+@dataclass(slots=True)
+class Arrived:
+    """More of a lease can be read: `ready_blocks` of its planned ones from now on, `runs` those that are new. stop: the
+    rest will not come, for this reason. done: nothing more will be told of this lease."""
+
+    lease: LeaseId
+    session: SessionId
+    ready_blocks: int
+    runs: tuple[Run, ...]
+    stop: Miss | None
+    done: bool
+
+
+@dataclass(slots=True)
 class Cleared:
     """blocks: out of sight now; leased_blocks of them keep their slots until their leases end."""
 
@@ -313,5 +389,11 @@ Order: TypeAlias = (
     | DrainFinished
     | NamespaceForgotten
     | Published
+    | WriteRecords
+    | ReadRecords
+    | CancelReads
+    | FreeSegment
+    | RevokeRecords
+    | Arrived
 )
 Command: TypeAlias = Reply | Order

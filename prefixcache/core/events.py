@@ -8,6 +8,7 @@ All times are seconds on the caller's monotonic clock, all ids 16 bytes, all key
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -76,6 +77,8 @@ class AcquireRequested:
     prompt_tokens: int
     ttl_s: float
     max_blocks: int | None = None
+    deadline_s: float = 0.0  # how long the worker would wait for what is on disk
+    recompute_s_per_token: float = 0.0  # what a token costs it to compute; 0: not known
 
 
 @dataclass(slots=True)
@@ -230,6 +233,98 @@ class SnapshotRestored:
     snapshot: dict[str, Any]
 
 
+class WriteEnd(IntEnum):
+    """How a record's write ended."""
+
+    OK = 0
+    NO_ROOM = 1  # the cap: a segment must be freed first
+    FAILED = 2
+
+
+class ReadEnd(IntEnum):
+    """How a record's read ended."""
+
+    OK = 0
+    LOST = 1  # it is not there, or not whole: it will never be
+    FAILED = 2  # not now; the record may still be good
+
+
+@dataclass(slots=True)
+class ArrivalsCancelled:
+    """The worker waits no more for what is still to come of a lease. Answer: nothing (Arrived says that it ends)."""
+
+    session: SessionId
+    lease: LeaseId
+
+
+@dataclass(slots=True)
+class RecordsWritten:
+    """Some records of a WriteRecords ended. index: u32[k], their places in it; ends: u8[k] of WriteEnd; segments and
+    pages: u32[k], where they are now. room_bytes: what the cap leaves for new segments. Answer: nothing, or Refused
+    when there is no such job."""
+
+    job: int
+    index: NDArray[np.uint32]
+    ends: NDArray[np.uint8]
+    segments: NDArray[np.uint32]
+    pages: NDArray[np.uint32]
+    room_bytes: int
+
+
+@dataclass(slots=True)
+class RecordsRead:
+    """Some records of a ReadRecords ended; their bytes were compared with the checksum of the record. index: u32[k];
+    ends: u8[k] of ReadEnd. Answer: nothing, or Refused when there is no such job."""
+
+    job: int
+    index: NDArray[np.uint32]
+    ends: NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class SegmentFreed:
+    """A FreeSegment ended. freed: the segment is gone (else it stays as it was). kept: for each of the `keep` records,
+    in order, (ends u8 of WriteEnd, segments u32, pages u32): where they are now. Answer: nothing, or Refused."""
+
+    segment: int
+    freed: bool
+    kept: tuple[tuple[NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint32]], ...]
+    room_bytes: int
+
+
+@dataclass(slots=True)
+class DiskRecovered:
+    """Records of one segment that an earlier run left, of one namespace, newest segments first; what a tombstone
+    revokes and what a newer record replaces is not among them. Answer: nothing."""
+
+    segment: int
+    namespace: NamespaceId
+    parts: NDArray[np.uint16]
+    pages: NDArray[np.uint32]
+    keys: bytes
+    parents: bytes
+    depths: NDArray[np.uint32]
+
+
+@dataclass(slots=True)
+class RecoveryDone:
+    """Every segment was told; what still lacks what stands in front of it never gets it. Answer: nothing."""
+
+
+@dataclass(slots=True)
+class DiskChanged:
+    """The disk works, or part of it does not, from now on. reason: why not, empty if all works. Answer: nothing."""
+
+    reads_on: bool
+    writes_on: bool
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class FlushStarted:
+    """Write everything that only memory holds, as far as the disk takes it. Answer: nothing."""
+
+
 @dataclass(slots=True)
 class TimePassed:
     """Nothing but time. Leases and reservations whose time is over end (every other event does this as well)."""
@@ -256,5 +351,13 @@ Event: TypeAlias = (
     | DrainStarted
     | SnapshotRequested
     | SnapshotRestored
+    | ArrivalsCancelled
+    | RecordsWritten
+    | RecordsRead
+    | SegmentFreed
+    | DiskRecovered
+    | RecoveryDone
+    | DiskChanged
+    | FlushStarted
     | TimePassed
 )

@@ -183,6 +183,8 @@ class Filling:
         reservation.status[first : first + count] = Entry.SETTLED
         node.owner = None
         node.state = WAITING
+        if space.policy.remembers:
+            space.policy.stored(space, node, reservation.birth)
         self._reveal(node, out)
         return count
 
@@ -206,7 +208,7 @@ class Filling:
         parent, space = node.parent, node.space
         if parent is None or parent.parent is None or space is None or space.foreign is not None:
             return
-        if parent.children is not None and len(parent.children) == 1:
+        if parent.children is not None and len(parent.children) == 1 and not parent.cold:
             space.tree.join(node)
 
     def _withdraw(self, reservation: Reservation) -> None:

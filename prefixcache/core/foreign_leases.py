@@ -102,10 +102,12 @@ class ForeignAcquiring:
         runs: list[Run] = []
         for start, end in _spans(present):
             rows = _rows(nodes[start:end])
+            if space.policy.remembers:
+                space.policy.used(space, rows)
             space.table.touched[rows] = tick
             for node in nodes[start:end]:
                 if node is not None:
-                    if node.children is None:
+                    if not node.held:
                         space.policy.touch_leaf(node, tick)
                     pin_path(node, 1, pins)
             first, pool = event.from_block + start, self.state.host_pool

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from prefixcache.core import disk_invariants
+from prefixcache.core.disk_invariants import InvariantError as InvariantError
+from prefixcache.core.disk_invariants import must as _must
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, SLOT_GRANULE, Tier
 from prefixcache.core.leases import Lease
 from prefixcache.core.namespaces import Namespace
@@ -18,10 +21,6 @@ from prefixcache.core.reservations import Entry, Reservation
 from prefixcache.core.slots import SlabPool
 from prefixcache.core.state import State
 from prefixcache.core.table import UNVERIFIED
-
-
-class InvariantError(AssertionError):
-    """A rule of design section 6 does not hold."""
 
 
 class _View:
@@ -53,18 +52,15 @@ def check(planner: Planner) -> None:
         _check_rows(view, state)
         _check_patches(view.space, state)
     _check_leaves(state, views)
-    _check_pins(state, views)
+    _check_pins(planner, views)
     _check_promises(planner, views)
     _check_things(state)
     _check_sessions(state)
     for reservation in state.reservations.values():
         _check_entries(reservation)
     _check_bounds(planner)
-
-
-def _must(condition: object, text: str) -> None:
-    if not condition:
-        raise InvariantError(text)
+    if planner.config.disk is not None:
+        disk_invariants.check(planner)
 
 
 def _check_sum(state: State) -> None:
@@ -95,6 +91,7 @@ def _check_owners(planner: Planner, views: list[_View]) -> None:
             mine = [slot for slot, at in zip(granted.tolist(), status, strict=True) if at != Entry.SETTLED]
             _own(owned, strides, mine, reservation.space.strides[part])
     owned += planner.mover.held_slots().tolist()
+    owned += disk_invariants.loading_slots(planner)
     live = {slot for slab in state.host.slabs.values() for slot in state.host.live_slots(slab).tolist()}
     taken = set(owned)
     if len(taken) != len(owned):
@@ -138,21 +135,33 @@ def _check_tree(view: _View) -> None:
     for node in subtree(space.tree.root):
         if node.parent is not None:
             _check_node(space, node, node.parent)
-        for first, child in (node.children or {}).items():
-            _must(child.parent is node, "a child does not know its parent")
-            _must(child.edge[:KEY_BYTES] == first, "a child hangs under a wrong key")
-            _must(space.foreign is not None or child.start == node.end, "a child starts where its parent does not end")
-        _must(node.children is None or node.children, "an empty dict of children")
-    for limbo in space.limbo:
+        _check_children(space, node)
+    _check_limbo(view)
+    if space.foreign is not None:
+        indexed = set(space.foreign.by_key.values())
+        attached = {node for node in view.nodes if node.state != DETACHED}
+        _must(indexed == attached, "foreign index and tree differ")
+
+
+def _check_children(space: Namespace, node: Node) -> None:
+    children = node.children or {}
+    for first, child in children.items():
+        _must(child.parent is node, "a child does not know its parent")
+        _must(child.edge[:KEY_BYTES] == first, "a child hangs under a wrong key")
+        _must(space.foreign is not None or child.start == node.end, "a child starts where its parent does not end")
+    _must(node.children is None or children, "an empty dict of children")
+    held = sum(child.is_held for child in children.values())
+    _must(node.held == held, f"rule 5: {node.held} children are said to be held, {held} are")
+
+
+def _check_limbo(view: _View) -> None:
+    """What was cleared while it was leased."""
+    for limbo in view.space.limbo:
         _must(limbo.children, "an empty limbo is kept")
         for node in subtree(limbo):
             _must(node.state == DETACHED, "something in limbo that is not detached")
             pinned = any(below.pins for below in subtree(node))
             _must(pinned, "something in limbo that no pin protects")
-    if space.foreign is not None:
-        indexed = set(space.foreign.by_key.values())
-        attached = {node for node in view.nodes if node.state != DETACHED}
-        _must(indexed == attached, "foreign index and tree differ")
 
 
 def _check_node(space: Namespace, node: Node, parent: Node) -> None:
@@ -170,7 +179,7 @@ def _check_node(space: Namespace, node: Node, parent: Node) -> None:
         _must(node.state == FILLING, f"state {node.state} in the tree")
         owner = node.owner
         _must(owner is not None and node in owner.nodes and not owner.expired, "a filling node without a reservation")
-        _must(not node.pins, "a pin on what nobody can see")
+        _must(not node.pins and not node.cold, "a pin on what nobody can see")
 
 
 def _check_rows(view: _View, state: State) -> None:
@@ -189,6 +198,8 @@ def _check_rows(view: _View, state: State) -> None:
             stored = [column[row] != NO_SLOT for row in mine]
             if node.state == FILLING:
                 _must(not any(stored), "rule 1: the table knows a slot that is being filled")
+            elif node.cold:
+                _must(not any(stored), "rule 2: a block that left memory has a slot")
             elif view.space.full_mask >> part & 1:
                 _must(all(stored), "rule 5: a block without one of its full parts")
         generations, flags = view.generations[part], view.flags[part]
@@ -234,10 +245,12 @@ def _check_leaves(state: State, views: list[_View]) -> None:
         _must(policy.leaf_count() == known[policy], "a policy holds leaves that are gone")
 
 
-def _check_pins(state: State, views: list[_View]) -> None:
-    """Rule 2: pins are those of leases and patches, on blocks that are there."""
+def _check_pins(planner: Planner, views: list[_View]) -> None:
+    """Rule 2: pins are those of leases, patches, reads and writes, on blocks that are there."""
+    state = planner.state
     held: list[Pin] = [pin for lease in state.leases.values() for pin in lease.pins]
     held += [pin for reservation in state.reservations.values() for pin in reservation.pins]
+    held += disk_invariants.pins(planner)
     on_nodes = [pin for view in views for node in view.nodes for pin in node.pins or ()]
     _must(len(held) == len(on_nodes) and set(held) == set(on_nodes), "pins and their holders differ")
     for pin in held:
@@ -250,7 +263,7 @@ def _check_promises(planner: Planner, views: list[_View]) -> None:
     kept = set(planner.mover.held_slots().tolist())
     told = {view.space.number: [dict(zip(*pair, strict=True)) for pair in _places(view)] for view in views}
     for lease in planner.state.leases.values():
-        for run in lease.reply.runs:
+        for run in lease.runs:
             places = told[lease.space.number][run.part]
             for slot, generation in zip(run.slots.tolist(), run.generations.tolist(), strict=True):
                 _must(slot in kept or places.get(slot) == generation, "rule 2: a leased slot has changed hands")
@@ -314,5 +327,5 @@ def _check_bounds(planner: Planner) -> None:
     _must(len(planner.checks.waiting) <= limits.max_parked, "too many waiting acquires")
     live = len(state.leases) + len(state.reservations)
     _must(len(state.deadlines) <= 3 * live + 2 * 64 + 8, "deadlines pile up")
-    if not state.leases:
+    if not state.leases and not state.disk.writing:
         _must(not planner.mover.retired, "retired slots wait for no lease")

@@ -8,20 +8,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from prefixcache.core.commands import Acquired
 from prefixcache.core.ids import LeaseId, SessionId
 from prefixcache.core.radix import Node, Pin
+from prefixcache.core.reasons import Miss
 from prefixcache.core.table import DIGEST_KNOWN
 
 if TYPE_CHECKING:
+    from prefixcache.core.loading import Load
     from prefixcache.core.namespaces import Namespace
 
 
 class Lease:
-    """`reply` is kept for a retried Acquire. `serial` orders leases: slots that were moved away under a lease come back
-    when every lease that is older than the move has ended."""
+    """`reply` is kept for a retried Acquire. `ready_end`, `runs`: what it can read by now; `cold`: which planned blocks
+    were on disk only; `loads`: what it waits for; `stop`: why the rest will not come. `serial` orders leases: slots
+    that were moved away under a lease come back when every lease that is older than the move has ended."""
 
-    __slots__ = ("deadline", "ended", "lease", "pins", "planned_tokens", "reply", "serial", "session", "space")
+    __slots__ = (
+        "cold", "deadline", "ended", "lease", "loads", "pins", "planned_tokens", "ready_end", "reply", "runs", "serial",
+        "session", "space", "stop",
+    )  # fmt: skip
 
     def __init__(self, lease: LeaseId, session: SessionId, space: Namespace, reply: Acquired) -> None:
         self.lease = lease
@@ -29,6 +38,11 @@ class Lease:
         self.space = space
         self.pins: list[Pin] = []
         self.reply = reply
+        self.ready_end = reply.from_block + reply.ready_blocks
+        self.runs = reply.runs
+        self.cold: NDArray[np.bool_] | None = None
+        self.stop: Miss | None = None
+        self.loads: list[Load] = []
         self.deadline = reply.expires_at
         self.planned_tokens = reply.planned_blocks * space.block_tokens
         self.serial = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from prefixcache.core.ids import NamespaceId, Tier
-from prefixcache.core.reasons import Miss, Skip
+from prefixcache.core.reasons import DiskDrop, Miss, Skip
 
 
 class TokenLedger:
@@ -59,6 +59,10 @@ class Stats:
         self.slots_quarantined = 0  # now, not ever
         self.slots_moved = 0
         self.refused: Counter[str] = Counter()
+        self.disk_drops: Counter[DiskDrop] = Counter()
+        self.blocks_demoted = 0  # written to disk
+        self.blocks_loaded = 0  # brought back from it
+        self.blocks_recovered = 0
 
     @property
     def tokens(self) -> TokenLedger:

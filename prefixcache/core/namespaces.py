@@ -7,15 +7,21 @@ Must not know: sessions, leases, slots' allocation.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, GroupKind, NamespaceId, NamespaceKind, Rows
 from prefixcache.core.ledger import TokenLedger
+from prefixcache.core.nodes import NodeIndex
 from prefixcache.core.policy.base import EvictionPolicy
-from prefixcache.core.radix import VISIBLE, Node, RadixTree
+from prefixcache.core.radix import VISIBLE, Node, RadixTree, count_held
 from prefixcache.core.spec import GroupSpec, NamespaceSpec
 from prefixcache.core.table import BlockTable
+
+if TYPE_CHECKING:
+    from prefixcache.core.loading import Load
 
 _NO_GAP = -(1 << 40)  # in front of every window
 
@@ -33,6 +39,7 @@ class ForeignIndex(RadixTree):
         if above.children is None:
             above.children = {}
         above.children[key] = node
+        count_held(above, 1)
         self.by_key[key] = node
         return node
 
@@ -69,6 +76,7 @@ class Namespace:
         self.policy = policy
         self.block_tokens = spec.block_tokens
         self.strides = tuple(part.stride_bytes for part in spec.parts)
+        self.block_bytes = sum(part.size_bytes for part in spec.parts)
         self.table = BlockTable(len(spec.parts))
         self.foreign = ForeignIndex(self) if spec.kind is NamespaceKind.FOREIGN else None
         self.tree: RadixTree = self.foreign or RadixTree(self)
@@ -79,6 +87,21 @@ class Namespace:
         # Rows that reservations are filling the missing optional parts of, per part.
         self.patching: dict[int, set[int]] = {part: set() for part in self.optional_parts}
         self.limbo: set[Node] = set()  # roots over cleared subtrees that leases still hold
+        self.on_disk = False
+        self.cold_blocks = 0  # visible or leased blocks that are on disk only
+        self.writing: set[tuple[int, int]] = set()  # (row, part) on their way to disk
+        self.loading: dict[int, Load] = {}  # rows on their way back
+
+    def use_disk(self) -> None:
+        """Its blocks may be on disk from now on. Only where every group is full: "present implies parents present"
+        holds there, and a block is in memory or not as a whole."""
+        self.on_disk = True
+        self.tree.index = NodeIndex()
+        self.table.use_disk()
+
+    @property
+    def may_use_disk(self) -> bool:
+        return self.foreign is None and not self.optional_parts
 
     @property
     def has_full(self) -> bool:
@@ -131,8 +154,8 @@ class Namespace:
         return parent.edge[-KEY_BYTES:] if parent is not None else b""
 
     def is_leaf(self, node: Node) -> bool:
-        """Whether a policy may order this node."""
-        return not node.children and node.state == VISIBLE and node.parent is not None
+        """Whether a policy may order this node: nothing below it is in memory or held."""
+        return not node.held and node.state == VISIBLE and not node.cold and node.parent is not None
 
     def visible_blocks(self, nodes: list[Node], blocks: int) -> int:
         """How many leading blocks of a walked path are visible."""

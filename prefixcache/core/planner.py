@@ -13,19 +13,23 @@ from prefixcache.core.acquiring import Acquiring
 from prefixcache.core.checks import Checks
 from prefixcache.core.clearing import Clearing
 from prefixcache.core.commands import Command
+from prefixcache.core.demoting import Demoter
 from prefixcache.core.eviction import Evictor
 from prefixcache.core.filling import Filling
 from prefixcache.core.foreign import ForeignGranting
+from prefixcache.core.freeing import Freer
 from prefixcache.core.granting import Granting
 from prefixcache.core.leases import Lease
+from prefixcache.core.loading import Loader
 from prefixcache.core.reasons import Kind, Miss, Refusal
+from prefixcache.core.recovering import Recoverer
 from prefixcache.core.removal import Remover
 from prefixcache.core.reservations import Reservation
 from prefixcache.core.room import RoomMaker
 from prefixcache.core.sessions import Sessions
 from prefixcache.core.slabs import SlabMover
 from prefixcache.core.snapshot import Snapshots
-from prefixcache.core.spec import PlannerConfig
+from prefixcache.core.spec import DiskSpec, PlannerConfig
 from prefixcache.core.state import State
 from prefixcache.core.transfers import Transfers
 
@@ -52,7 +56,19 @@ class Planner:
         self.filling = Filling(state, self.remover)
         self.sessions = Sessions(state, self.acquiring, self.filling)
         self.snapshots = Snapshots(state, self.sessions, self.remover)
+        self.demoter: Demoter | None = None
+        self.loader: Loader | None = None
+        self.freer: Freer | None = None
+        self.recoverer: Recoverer | None = None
+        if config.disk is not None:
+            self._add_disk(config.disk, room)
         self._handlers = self._wire()
+
+    def _add_disk(self, spec: DiskSpec, room: RoomMaker) -> None:
+        self.demoter = self.acquiring.demoter = Demoter(self.state, self.remover, spec)
+        self.loader = self.acquiring.loader = Loader(self.state, self.remover, room, spec)
+        self.freer = Freer(self.state, self.remover, spec)
+        self.recoverer = self.clearing.recoverer = Recoverer(self.state, self.remover)
 
     def handle(self, event: events.Event, now: float) -> list[Command]:
         """What is to be done about `event` at time `now` (seconds, monotonic, never going back), in this order.
@@ -63,6 +79,8 @@ class Planner:
         out: list[Command] = []
         state = self.state
         state.tick += 1
+        clock = state.clock
+        clock.now, clock.tick = now, state.tick
         if state.deadlines.next_due <= now:
             self._end_due(now, out)
         handler = self._handlers.get(type(event))
@@ -82,7 +100,7 @@ class Planner:
 
     def _wire(self) -> dict[type, Handler]:
         sessions, acquiring, filling, clearing = self.sessions, self.acquiring, self.filling, self.clearing
-        return {
+        return self._wire_disk() | {
             events.AcquireRequested: acquiring.acquire,
             events.LeaseReleased: lambda event, now, out: acquiring.release(event, out),
             events.LeaseRenewed: acquiring.renew,
@@ -103,8 +121,40 @@ class Planner:
             events.SnapshotRestored: lambda event, now, out: self.snapshots.restore(event, out),
             events.CapacityReady: lambda event, now, out: self._capacity_ready(event, out),
             events.DrainStarted: lambda event, now, out: self._drain(out),
-            events.TimePassed: lambda event, now, out: None,
+            events.TimePassed: self._time_passed,
         }
+
+    def _wire_disk(self) -> dict[type, Handler]:
+        demoter, loader, freer, recoverer = self.demoter, self.loader, self.freer, self.recoverer
+        if demoter is None or loader is None or freer is None or recoverer is None:
+            return {}
+        return {
+            events.ArrivalsCancelled: lambda event, now, out: loader.give_up(event, out),
+            events.RecordsWritten: self._records_written,
+            events.RecordsRead: lambda event, now, out: loader.done(event, now, out),
+            events.SegmentFreed: lambda event, now, out: freer.done(event, out),
+            events.DiskRecovered: lambda event, now, out: recoverer.found(event, out),
+            events.RecoveryDone: lambda event, now, out: recoverer.finish(out),
+            events.DiskChanged: lambda event, now, out: self._disk_changed(event, out),
+            events.FlushStarted: lambda event, now, out: demoter.flush(out),
+        }
+
+    def _records_written(self, event: events.RecordsWritten, now: float, out: list[Command]) -> None:
+        assert self.demoter is not None
+        assert self.freer is not None
+        self.demoter.done(event, out)
+        self.freer.make_room(out)
+
+    def _disk_changed(self, event: events.DiskChanged, out: list[Command]) -> None:
+        disk = self.state.disk
+        disk.reads_on, disk.writes_on, disk.reason = event.reads_on, event.writes_on, event.reason
+
+    def _time_passed(self, event: events.TimePassed, now: float, out: list[Command]) -> None:
+        if self.demoter is not None and self.freer is not None and self.loader is not None:
+            self.freer.make_room(out)
+            self.demoter.refill(now, out)
+            if not self.loader.loads:
+                self.demoter.write_early(now, out)
 
     def _reserve(self, event: events.ReserveRequested, now: float, out: list[Command]) -> None:
         space = self.state.namespaces.get(event.namespace)
@@ -112,6 +162,8 @@ class Planner:
             self.foreign.reserve(event, now, out)
         else:
             self.granting.reserve(event, now, out)
+        if self.demoter is not None:
+            self.demoter.refill(now, out)
 
     def _copy_done(self, event: events.CopyDone, out: list[Command]) -> None:
         if event.copy in self.mover.moves:

@@ -4,6 +4,8 @@ Rules: an edge is `bytes` of packed keys, compared with one `startswith`, which 
 tree is neither a dict per block (a Python object per block costs more than everything else together) nor an extension.
 Walking changes nothing. Only `graft` and the callers of `split` change the shape. A node's last block is its tail; a
 tail goes before what is in front of it. A pin protects a path up to a depth: one object per lease, not one per block.
+A node is hot (its blocks are in memory) or cold (they are on disk only), never a mixture. `held` counts the children
+below which something is hot or pinned, so that whether a node may leave memory is known without looking down.
 Must not know: slots, sessions, policies. Rows are opaque u32 numbers, packed like the keys.
 """
 
@@ -18,6 +20,7 @@ from prefixcache.core.ids import KEY_BYTES, Rows
 
 if TYPE_CHECKING:
     from prefixcache.core.namespaces import Namespace
+    from prefixcache.core.nodes import NodeIndex
     from prefixcache.core.reservations import Reservation
 
 ROW_BYTES: Final = 4
@@ -53,7 +56,8 @@ class Node:
     numpy's gathers cost ten times as much), else -1."""
 
     __slots__ = (
-        "children", "edge", "first_row", "owner", "parent", "pins", "rank", "rows", "space", "start", "state", "tick",
+        "children", "clean", "cold", "edge", "first_row", "held", "number", "owner", "parent", "pins", "rank", "rows",
+        "space", "start", "state", "tick",
     )  # fmt: skip
 
     def __init__(self, space: Namespace | None, parent: Node | None, start: int, edge: bytes, rows: bytes) -> None:
@@ -67,6 +71,15 @@ class Node:
         self.state = VISIBLE
         self.rank = NOT_QUEUED
         self.tick = 0
+        self.cold = False
+        self.held = 0
+        self.clean = 0  # blocks off its tail that are on disk, while a policy has it (policy.tiered)
+        self.number = 0  # in the index of nodes by row, where there is one
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it, or something below it, is in memory or pinned."""
+        return not self.cold or self.pins is not None or self.held > 0
 
     def hold(self, edge: bytes, rows: bytes, first_row: int | None = None) -> None:
         """Changes what it holds. `first_row`: where the caller knows it."""
@@ -138,6 +151,7 @@ class RadixTree:
     def __init__(self, space: Namespace | None = None) -> None:
         self.root = Node(space, None, 0, b"", b"")
         self.space = space
+        self.index: NodeIndex | None = None
 
     def walk(self, keys: bytes, highest: int = VISIBLE) -> Path:
         """The longest path along `keys` through nodes whose state is at most `highest`."""
@@ -166,7 +180,7 @@ class RadixTree:
         at = path.blocks * KEY_BYTES
         return children.get(keys[at : at + KEY_BYTES]) if children is not None else None
 
-    def graft(self, path: Path, edge: bytes, rows: bytes) -> Node:
+    def graft(self, path: Path, edge: bytes, rows: bytes, *, cold: bool = False) -> Node:
         """Adds `edge` (not empty, first key not there yet) as a new child where `path` ends, splitting its last node
         if the path ends inside it."""
         parent = self.root
@@ -178,6 +192,11 @@ class RadixTree:
         if parent.children is None:
             parent.children = {}
         parent.children[edge[:KEY_BYTES]] = node
+        node.cold = cold
+        if not cold:
+            count_held(parent, 1)
+        if self.index is not None:
+            self.index.add(node)
         return node
 
     def split(self, node: Node, count: int) -> Node:
@@ -208,6 +227,11 @@ class RadixTree:
                 pin.node = upper
             upper.pins = moved or None
             node.pins = (node.pins - moved) or None
+        # Whether the two together are held is as it was, so the parent's count stands.
+        upper.cold = node.cold
+        upper.held = int(node.is_held)
+        if self.index is not None:
+            self.index.add(upper)
         return upper
 
     def join(self, node: Node) -> None:
@@ -220,6 +244,9 @@ class RadixTree:
         assert above.children is not None
         assert parent.children is not None
         assert len(parent.children) == 1
+        assert parent.cold is node.cold
+        if self.index is not None:
+            self.index.move(parent, node)
         node.hold(parent.edge + node.edge, parent.rows + node.rows)
         node.start = parent.start
         node.parent = above
@@ -228,6 +255,12 @@ class RadixTree:
             for pin in parent.pins:
                 pin.node = node
             node.pins = parent.pins | (node.pins or set())
+
+    def set_cold(self, node: Node, *, cold: bool) -> None:
+        """All blocks of a node left memory, or are in it again."""
+        was_held = node.is_held
+        node.cold = cold
+        _tell_parent(node, was_held=was_held)
 
     def cut_tail(self, node: Node, count: int) -> Rows:
         """Takes the last `count` blocks off a node without children and returns their rows. A node left empty leaves
@@ -241,6 +274,8 @@ class RadixTree:
         else:
             self.unlink(node)
             node.hold(b"", b"", -1)
+            if self.index is not None:
+                self.index.drop(node)
         return gone
 
     def unlink(self, node: Node) -> None:
@@ -252,6 +287,31 @@ class RadixTree:
         assert taken is node
         if not parent.children:
             parent.children = None
+        if node.is_held:
+            count_held(parent, -1)
+
+
+def count_held(node: Node, change: int) -> None:
+    """A child of `node` became held (1) or is no longer (-1)."""
+    was_held = node.is_held
+    node.held += change
+    _tell_parent(node, was_held=was_held)
+
+
+def _tell_parent(node: Node, *, was_held: bool) -> None:
+    """After a change of `node`: its ancestors up to the first hot one count anew."""
+    parent = node.parent
+    while parent is not None and node.is_held is not was_held:
+        before = parent.is_held
+        parent.held += -1 if was_held else 1
+        node, was_held, parent = parent, before, parent.parent
+
+
+def hot_from(node: Node) -> Node:
+    """`node` if it is hot, else the nearest hot one above it (at last the root, which counts as hot)."""
+    while node.cold and node.parent is not None:
+        node = node.parent
+    return node
 
 
 def first_row_of(rows: bytes) -> int:
@@ -283,7 +343,10 @@ def pin_path(node: Node, depth: int, holder: list[Pin]) -> None:
     pin = Pin(node, depth, holder)
     holder.append(pin)
     if node.pins is None:
+        was_held = node.is_held
         node.pins = {pin}
+        if not was_held:
+            _tell_parent(node, was_held=False)
     else:
         node.pins.add(pin)
 
@@ -296,6 +359,8 @@ def unpin(pin: Pin) -> Node:
     pins.remove(pin)
     if not pins:
         node.pins = None
+        if not node.is_held:
+            _tell_parent(node, was_held=True)
     return node
 
 

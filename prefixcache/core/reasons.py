@@ -24,6 +24,9 @@ class Miss(StrEnum):
     DEADLINE = "deadline"
     CLIENT_ERROR = "client_error"
     CHECKSUM = "checksum"  # bytes did not verify
+    SLOWER_THAN_RECOMPUTE = "slower_than_recompute"
+    POOL_FULL = "pool_full"  # on disk, and no slot to load it to
+    TIER_OFF = "tier_off"  # on disk, which cannot be read now
 
 
 class Skip(StrEnum):
@@ -37,6 +40,19 @@ class Skip(StrEnum):
     DRAINING = "draining"
     QUOTA = "quota"  # a bound on blocks per reservation or bytes per session
     ORPHANED = "orphaned"  # its parent left before it could be seen
+
+
+class DiskDrop(StrEnum):
+    """Why blocks are not, or no longer, on disk. Counted in blocks."""
+
+    UNWRITTEN = "dropped_unwritten"  # left memory before they were written
+    WITH_PARENT = "with_parent"  # were on disk below one that left
+    NOT_WANTED = "not_wanted"  # their segment was freed
+    WRITE_FAILED = "write_failed"
+    NO_ROOM = "no_room"  # the cap left no room when they were to be written
+    LOST = "lost"  # the record was not there any more, or not whole
+    ORPHANED = "orphaned"  # found after a restart without what stands in front of them
+    CLEARED = "cleared"
 
 
 class Kind(StrEnum):

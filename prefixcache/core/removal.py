@@ -2,16 +2,32 @@
 
 Rules: a tail leaves before what is in front of it. Nothing pinned and nothing being filled gives up its slot: a cleared
 subtree that leases still hold is detached (out of sight) and goes piece by piece as its pins go. Slots of a reservation
-never come back through here. Must not know: leases, sessions, time.
+never come back through here. What is on disk leaves memory only (it is cold then) and stays in the tree; what is not
+leaves for good, and what is on disk below it with it. Must not know: leases, sessions, time.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from prefixcache.core.commands import Change, Command
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Rows, Slots
-from prefixcache.core.radix import DETACHED, FILLING, NOT_QUEUED, VISIBLE, WAITING, Node, Pin, pin_path, subtree, unpin
+from prefixcache.core.radix import (
+    DETACHED,
+    FILLING,
+    NOT_QUEUED,
+    VISIBLE,
+    WAITING,
+    Node,
+    Pin,
+    hot_from,
+    pin_path,
+    subtree,
+    unpin,
+)
+from prefixcache.core.reasons import DiskDrop
 from prefixcache.core.reservations import Entry
 
 if TYPE_CHECKING:
@@ -28,15 +44,80 @@ class Remover:
         self.mover = mover
 
     def evict_tail(self, node: Node, count: int, out: list[Command]) -> None:
-        """Takes the last `count` blocks of an unpinned stretch of a leaf."""
-        state = self.state
+        """Takes the last `count` blocks of an unpinned stretch of a leaf out of memory; all of them are on disk or
+        none is."""
         space = node.space
         assert space is not None
+        if space.on_disk:
+            self.state.stats.blocks_evicted += count
+            if space.table.is_clean(node.row_array()[-1:])[0]:
+                self._demote_tail(space, node, count)
+                return
+            self.state.stats.blocks_evicted -= count
+            gone = sum(self.drop_cold(child, out) for child in list((node.children or {}).values()))
+            self.state.stats.disk_drops[DiskDrop.UNWRITTEN] += count
+            self.state.stats.disk_drops[DiskDrop.WITH_PARENT] += gone
+        self._drop_tail(space, node, count, out)
+
+    def _demote_tail(self, space: Namespace, node: Node, count: int) -> None:
+        """The last blocks of a leaf become cold: a node of their own, joined with the cold path below."""
+        space.policy.remove_leaf(node)
+        upper = node
+        if count < node.count:
+            upper = space.tree.split(node, node.count - count)  # the tail keeps the node's identity
+        self.cool(space, node)
+        above = node.parent
+        self.join_like(space, node)
+        self.offer_leaf(above or upper)
+
+    def join_like(self, space: Namespace, node: Node) -> Node:
+        """Keeps paths compressed: joins a node with its parent and with its only child where they are alike. Answers
+        the node that has its blocks now."""
+        parent = node.parent
+        if parent is not None and parent.parent is not None and _alike(parent, node):
+            space.tree.join(node)
+        if node.children is not None and len(node.children) == 1:
+            below = next(iter(node.children.values()))
+            if _alike(node, below):
+                if node.rank != NOT_QUEUED:
+                    space.policy.remove_leaf(node)
+                space.tree.join(below)
+                return below
+        return node
+
+    def cool(self, space: Namespace, node: Node) -> None:
+        """All blocks of a node give their slots back; they are on disk."""
+        for slots in space.table.take_slots(node.row_array()):
+            self.release_slots(slots)
+        space.cold_blocks += node.count
+        space.tree.set_cold(node, cold=True)
+
+    def drop_cold(self, node: Node, out: list[Command]) -> int:
+        """Forgets a subtree that is on disk only and that nobody holds; answers how many blocks that were."""
+        space = node.space
+        assert space is not None
+        assert not node.is_held
+        gone = 0
+        for below in reversed(list(subtree(node))):
+            self.state.publish_blocks(Change.REMOVED, below, 0, out)
+            gone += below.count
+            self.release(space, below.row_array())
+            below.state = DETACHED
+            if space.tree.index is not None:
+                space.tree.index.drop(below)
+        space.tree.unlink(node)
+        return gone
+
+    def _drop_tail(self, space: Namespace, node: Node, count: int, out: list[Command]) -> None:
+        """The last blocks of a leaf leave for good."""
+        state = self.state
         state.publish_blocks(Change.REMOVED, node, node.count - count, out)
         whole = count == node.count
         parent = node.parent
         if whole:
             space.policy.remove_leaf(node)
+        if space.policy.remembers:
+            space.policy.evicted(space, node, count)
         self._cut(space, node, count)
         state.stats.blocks_evicted += count
         if not whole:
@@ -45,10 +126,17 @@ class Remover:
             self.offer_leaf(parent)
 
     def offer_leaf(self, node: Node) -> None:
-        """Gives a node to its policy if it is a leaf that the policy does not hold."""
+        """Gives a node (or the one in memory above it) to its policy if it is a leaf that the policy does not hold."""
+        node = hot_from(node)
         space = node.space
         if space is not None and node.rank == NOT_QUEUED and space.is_leaf(node):
             space.policy.add_leaf(node, space.tail_tick(node))
+
+    def pin(self, node: Node, depth: int, holder: list[Pin]) -> None:
+        """Pins a path; what is in memory above a pinned cold node may not leave either."""
+        pin_path(node, depth, holder)
+        if node.cold and node.space is not None:
+            node.space.policy.remove_leaf(hot_from(node))
 
     def unpin_all(self, pins: list[Pin]) -> None:
         """Takes pins off and empties the list; what they alone protected may go now."""
@@ -73,12 +161,13 @@ class Remover:
         limbo = Node(space, None, 0, b"", b"")
         limbo.state = DETACHED
         limbo.children = {node.edge[:KEY_BYTES]: node}
+        limbo.held = int(node.is_held)
         node.parent = limbo
         space.limbo.add(limbo)
         if above.parent is not None and space.foreign is None:
             # Whoever holds something below the cut holds what is above it as well, until now through it.
             for pin in [pin for below in subtree(node) for pin in below.pins or ()]:
-                pin_path(above, above.end, pin.holder)
+                self.pin(above, above.end, pin.holder)
         hidden = self._hide(space, node)
         gone = sum(below.count for below in hidden)
         for below in reversed(hidden):
@@ -87,6 +176,14 @@ class Remover:
             space.limbo.discard(limbo)
         self.offer_leaf(above)
         return gone, sum(below.count for below in subtree(limbo))
+
+    def forget_block(self, space: Namespace, node: Node, row: int, out: list[Command]) -> int:
+        """The block of `row`, which is in `node`, and all below it leave. Answers visible blocks."""
+        place = int(np.flatnonzero(node.row_array() == row)[0])
+        if place:
+            space.tree.split(node, place)
+        self.state.publish_subtree(node, out)
+        return self.detach(node)[0]
 
     def _hide(self, space: Namespace, node: Node) -> list[Node]:
         """Makes the visible nodes of an unlinked subtree detached (answers them, parents first); drops the rest."""
@@ -114,8 +211,18 @@ class Remover:
 
     def release(self, space: Namespace, rows: Rows) -> None:
         """Gives rows and the slots they hold back."""
+        if space.on_disk:
+            self._forget_records(space, rows)
+        if space.policy.remembers:
+            space.policy.forgotten(space, rows)
         for slots in space.table.release(rows):
-            self.release_slots(slots if not space.optional_parts else slots[slots != NO_SLOT])
+            self.release_slots(slots[slots != NO_SLOT] if space.optional_parts or space.on_disk else slots)
+
+    def _forget_records(self, space: Namespace, rows: Rows) -> None:
+        self.state.disk.forget(space, rows)
+        space.cold_blocks -= int(np.count_nonzero(space.table.parts[0].slots[rows] == NO_SLOT))
+        if space.tree.index is not None:
+            space.tree.index.forget(rows)
 
     def release_slots(self, slots: Slots) -> None:
         self.mover.release(slots)
@@ -138,6 +245,9 @@ class Remover:
                 self.release(space, below.row_array())
             else:
                 space.table.release(below.row_array())  # nothing is in the table before it is settled
+            if space.tree.index is not None:
+                space.tree.index.forget(below.row_array())
+                space.tree.index.drop(below)
             below.state = DETACHED
             if space.foreign is not None:
                 space.foreign.forget(below)
@@ -156,3 +266,9 @@ class Remover:
             node = parent
         if node.parent is None and not node.children:
             space.limbo.discard(node)
+
+
+def _alike(parent: Node, child: Node) -> bool:
+    """Whether a node and its only child may be one."""
+    alone = parent.children is not None and len(parent.children) == 1
+    return alone and parent.cold is child.cold and parent.state == child.state == VISIBLE

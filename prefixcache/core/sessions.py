@@ -88,6 +88,8 @@ class Sessions:
         state = self.state
         strides = tuple(part.stride_bytes for part in spec.parts)
         space = Namespace(number, fingerprint, spec, state.policy_for(strides), state.stats.open_ledger(number))
+        if state.config.disk is not None and space.may_use_disk:
+            space.use_disk()
         state.namespaces[number] = space
         state.by_fingerprint[fingerprint] = space
         return space

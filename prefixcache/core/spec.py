@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from prefixcache.core.ids import HOST_POOL, SLOT_GRANULE, GroupKind, NamespaceKind, PoolId, Tier
+from prefixcache.core.policy.names import DEFAULT as DEFAULT_POLICY
 
 MAX_BLOCK_TOKENS = 65_536
 MAX_GROUPS = 16
@@ -108,11 +109,31 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskSpec:
+    """How the disk tier is used. Bytes are of payload.
+
+    segment_bytes: of a new segment. reserve_share: of the host pool, kept free or clean ahead of need. job_bytes: most
+    of one write; writing_bytes, loading_bytes: most under way, together. early_bytes_per_day: for blocks written before
+    they have to be. read_bytes_per_s, read_latency_s: believed until measured.
+    """
+
+    segment_bytes: int = 256 << 20
+    reserve_share: float = 0.02
+    job_bytes: int = 32 << 20
+    writing_bytes: int = 128 << 20
+    loading_bytes: int = 1 << 30
+    early_bytes_per_day: int = 1 << 40
+    read_bytes_per_s: float = 1e9
+    read_latency_s: float = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
 class PlannerConfig:
     """What a planner is built from.
 
     first_generation: the counter's start, from the server's incarnation, so that no restart repeats a generation (> 0).
     ready_bytes: how much of each pool is pre-faulted at start; more by `CapacityReady`. None: all of it.
+    policy: which leaf goes first, one of `policy.names`; policy_seed: for those that draw lots.
     publish: whether `Published` commands are made; checksum: whether `ComputeChecksum` commands are made.
     """
 
@@ -120,6 +141,9 @@ class PlannerConfig:
     first_generation: int = 1
     ready_bytes: int | None = None
     compare_classes_every: int = 64  # grants that had to evict between two looks at the other slot classes
+    policy: str = DEFAULT_POLICY
+    policy_seed: int = 0
     publish: bool = False
     checksum: bool = False
+    disk: DiskSpec | None = None  # there is a disk tier
     limits: Limits = field(default_factory=Limits)

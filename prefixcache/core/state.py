@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 
 from prefixcache.core.commands import Aborted, Change, Command, Committed, Published, Refused
 from prefixcache.core.deadlines import Deadlines
+from prefixcache.core.disk import Disk
 from prefixcache.core.ids import ID_BYTES, KEY_BYTES, LeaseId, NamespaceId, ReservationId, SessionId, Tier
 from prefixcache.core.leases import Lease
 from prefixcache.core.ledger import Stats
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.policy.base import EvictionPolicy
+from prefixcache.core.policy.base import Clock, EvictionPolicy
 from prefixcache.core.policy.lru import LeafLru
+from prefixcache.core.policy.registry import make_policy
+from prefixcache.core.policy.tiered import TieredLeaves
 from prefixcache.core.radix import Node
 from prefixcache.core.reasons import Kind, Refusal
 from prefixcache.core.reservations import Reservation
@@ -54,6 +57,8 @@ class State:
         self.leases: dict[LeaseId, Lease] = {}
         self.reservations: dict[ReservationId, Reservation] = {}
         self.policies: dict[tuple[int, ...], EvictionPolicy] = {}
+        self.disk = Disk()
+        self.clock = Clock()
         self.deadlines = Deadlines()
         self.stats = Stats()
         self.expired_leases: OrderedDict[LeaseId, None] = OrderedDict()
@@ -88,8 +93,14 @@ class State:
         signature = tuple(sorted(strides))
         policy = self.policies.get(signature)
         if policy is None:
-            policy = self.policies[signature] = LeafLru()
+            policy = self.policies[signature] = self._new_policy()
         return policy
+
+    def _new_policy(self) -> EvictionPolicy:
+        config = self.config
+        if config.disk is not None:
+            return TieredLeaves(LeafLru(), LeafLru())
+        return make_policy(config.policy, self.clock, config.policy_seed)
 
     def remember_end(
         self, session: SessionId, reservation: ReservationId, outcome: Committed | Aborted | Refused
@@ -121,6 +132,12 @@ class State:
         for place, stored in enumerate(space.any_part(node.row_array()[first:]).tolist(), first):
             if stored:
                 out.append(self._publish_span(change, space, node, (place, place + 1)))
+
+    def publish_subtree(self, node: Node, out: list[Command]) -> None:
+        """Announces that a block and all below it are gone."""
+        if self.config.publish and node.space is not None:
+            keys = node.edge[:KEY_BYTES]
+            out.append(self.publish(Change.CLEARED, node.space, keys, node.space.parent_key(node), node.start))
 
     def _publish_span(self, change: Change, space: Namespace, node: Node, span: tuple[int, int]) -> Published:
         at = span[0] * KEY_BYTES

@@ -17,6 +17,7 @@ from prefixcache.core.ids import NO_SLOT, Generations, Rows, Slots
 DIGEST_KNOWN = 1
 UNVERIFIED = 2
 DIGEST_BYTES = 16
+NO_SEGMENT = 0
 _FIRST_CAPACITY = 1024
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -24,9 +25,12 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 class PartColumn:
     """Where one part of each block is: slot, generation, checksum state."""
 
-    __slots__ = ("_generations", "_slots", "digests", "flags", "generations", "slots")
+    __slots__ = ("_generations", "_slots", "digests", "flags", "generations", "on_disk", "pages", "segments", "slots")
 
     def __init__(self) -> None:
+        self.on_disk = False
+        self.segments: NDArray[np.uint32] = np.empty(0, np.uint32)  # where its record is; NO_SEGMENT: nowhere
+        self.pages: NDArray[np.uint32] = np.empty(0, np.uint32)
         self.slots: Slots = np.empty(0, np.uint32)
         self.generations: Generations = np.empty(0, np.uint64)
         # The same memory as bytes: a slice of these costs half of a slice of an array.
@@ -41,6 +45,9 @@ class PartColumn:
         self.generations = _grown(self.generations, capacity)
         self.flags = _grown(self.flags, capacity)
         self.digests = _grown(self.digests, capacity)
+        if self.on_disk:
+            self.segments = _grown(self.segments, capacity)
+            self.pages = _grown(self.pages, capacity)
         slots = np.empty(capacity, np.uint32)
         slots[:old] = self.slots
         self.slots = slots
@@ -61,6 +68,8 @@ class BlockTable:
     def __init__(self, part_count: int) -> None:
         self.parts = tuple(PartColumn() for _ in range(part_count))
         self.touched: NDArray[np.uint64] = np.empty(0, np.uint64)
+        self.on_disk = False
+        self.hits: NDArray[np.uint8] = np.empty(0, np.uint8)  # leases that ended over it (where on_disk)
         self.unverified = 0  # how many (row, part) still have to be verified; 0 keeps lookups cheap
         self._free: Rows = np.empty(0, np.uint32)  # a stack; the next row to give is at its top
         self._free_count = 0
@@ -80,6 +89,56 @@ class BlockTable:
         """Rows from here on were never used."""
         return self._fresh
 
+    def use_disk(self) -> None:
+        """Columns for places on disk, from now on."""
+        self.on_disk = True
+        self.hits = np.zeros(self.capacity, np.uint8)
+        for part in self.parts:
+            part.on_disk = True
+            part.segments = np.zeros(self.capacity, np.uint32)
+            part.pages = np.zeros(self.capacity, np.uint32)
+
+    def is_clean(self, rows: Rows) -> NDArray[np.bool_]:
+        """bool[n]: which rows have every part on disk."""
+        clean = np.ones(len(rows), np.bool_)
+        for part in self.parts:
+            clean &= part.segments[rows] != NO_SEGMENT
+        return clean
+
+    @property
+    def clean_count(self) -> int:
+        """How many rows have every part on disk."""
+        clean = np.ones(self._fresh, np.bool_)
+        for part in self.parts:
+            clean &= part.segments[: self._fresh] != NO_SEGMENT
+        return int(np.count_nonzero(clean))
+
+    def is_trusted(self, rows: Rows) -> NDArray[np.bool_]:
+        """bool[n]: which rows have no part that still has to be verified."""
+        trusted = np.ones(len(rows), np.bool_)
+        if self.unverified:
+            for part in self.parts:
+                trusted &= part.flags[rows] & UNVERIFIED == 0
+        return trusted
+
+    def take_slots(self, rows: Rows) -> list[Slots]:
+        """Rows leave memory (they are on disk); answers the slots they held, per part. What is known of their bytes
+        stays known."""
+        held = []
+        for part in self.parts:
+            held.append(part.slots[rows])
+            part.slots[rows] = NO_SLOT
+            if self.unverified:
+                self.unverified -= int(np.count_nonzero(part.flags[rows] & UNVERIFIED))
+                part.flags[rows] &= np.uint8(0xFF ^ UNVERIFIED)
+        return held
+
+    def bring(self, part: int, rows: Rows, slots: Slots, generation: int) -> None:
+        """Bytes of one part came back from disk, verified by their record, into `slots`."""
+        column = self.parts[part]
+        column.slots[rows] = slots
+        column.generations[rows] = generation
+
     def free_rows(self) -> Rows:
         """Released rows (for checks)."""
         return self._free[: self._free_count]
@@ -97,6 +156,8 @@ class BlockTable:
         self._fresh += fresh
         for part in self.parts:
             part.slots[rows] = NO_SLOT
+        if self.on_disk:
+            self.hits[rows] = 0
         return rows
 
     def release(self, rows: Rows) -> list[Slots]:
@@ -108,6 +169,8 @@ class BlockTable:
             if self.unverified:
                 self.unverified -= int(np.count_nonzero(part.flags[rows] & UNVERIFIED))
             part.flags[rows] = 0
+            if self.on_disk:
+                part.segments[rows] = NO_SEGMENT
         end = self._free_count + len(rows)
         if end > len(self._free):
             free = np.empty(max(end, 2 * len(self._free), _FIRST_CAPACITY), np.uint32)
@@ -148,6 +211,8 @@ class BlockTable:
     def _grow(self, needed: int) -> None:
         capacity = max(_FIRST_CAPACITY, needed, self.capacity + self.capacity // 2)
         self.touched = _grown(self.touched, capacity)
+        if self.on_disk:
+            self.hits = _grown(self.hits, capacity)
         for part in self.parts:
             part.grow(capacity)
 

@@ -8,6 +8,7 @@ from prefixcache.core import commands as c
 from prefixcache.core import events as e
 from prefixcache.core.ids import KEY_BYTES
 from prefixcache.server import reasons
+from prefixcache.server.disk import flush
 from prefixcache.server.errors import CallError
 from prefixcache.server.service import Shell, expect
 from prefixcache.server.stats import Statistics
@@ -24,6 +25,7 @@ class AdminCalls:
         self._shell = shell
         self._statistics = statistics
         self._stop = stop
+        self._disk = statistics.demoter
         self._ended = threading.Event()
 
     def evict(self, _: None, request: pb.EvictRequest) -> pb.EvictResponse:
@@ -56,6 +58,14 @@ class AdminCalls:
             blocks=blocks[: looked.matched_blocks],
             stop=reasons.STOP[looked.stop],
         )
+
+    def flush(self, _: None, __: pb.FlushRequest) -> pb.FlushResponse:
+        """Write what only memory holds; waits until the disk has taken what it takes."""
+        store = self._disk
+        if store is None:
+            raise CallError(common.REASON_TIER_OFF, "this server has no disk tier; start it with --disk DIR")
+        timeout_s = self._shell.config.drain_timeout
+        return pb.FlushResponse(blocks=flush(self._shell.owner, store, timeout_s, self._ended))
 
     def get_stats(self, _: None, __: pb.GetStatsRequest) -> pb.GetStatsResponse:
         """Everything of this moment."""

@@ -25,6 +25,7 @@ from prefixcache.core.spec import Limits, PlannerConfig, PoolSpec
 from prefixcache.server import http, logs, signals, units, wiring
 from prefixcache.server.admin_calls import drain
 from prefixcache.server.config import DEFAULT_HTTP, Config, ConfigError, Loaded
+from prefixcache.server.disk import DiskStore, flush
 from prefixcache.server.dispatch import CallCounters
 from prefixcache.server.executor import Executor
 from prefixcache.server.grpc_server import GrpcServer
@@ -52,6 +53,7 @@ _MOST_FILES: Final = 1 << 16
 _PART_OF_THREAD: Final = {
     "prefixcache-timer": "planner",
     "prefixcache-executor": "executor",
+    "prefixcache-disk": "disk",
     "prefixcache-local": "local channel",
     "prefixcache-http": "http",
 }
@@ -76,7 +78,8 @@ class Daemon:
             raise ConfigError(f"host_bytes: a pool of {units.format_size(config.host_bytes)}: {error}") from error
         self.heartbeats = Heartbeats()
         self.counters = CallCounters()
-        self.planner = Planner(_planner_config(config, self.memory))
+        self.disk = self._open_disk()
+        self.planner = Planner(_planner_config(config, self.memory, self.disk))
         self.executor = Executor({HOST_POOL: self.memory.pool}, self.heartbeats.register("executor", _BEAT_LIMIT_S))
         self.owner = Owner(self.planner, self.executor.orders)
         self.shell = Shell(
@@ -89,10 +92,13 @@ class Daemon:
             digest_of=self._digest_of,
             blocks_of=lambda namespace: self.planner.state.namespaces[namespace].table.used,
         )
+        if self.disk is not None:
+            self.executor.orders.update(self.disk.orders)
         wiring.follow_ends(self.executor.orders, self.shell)
         self.health = Health(self.heartbeats, self._troubles, self._failure)
         self.statistics = Statistics(self.shell, self.planner, self.memory, self.health, self.counters)
         self.statistics.backlog = lambda: self.executor.backlog
+        self.statistics.disk = self.disk.report if self.disk is not None else None
         self.metrics = Metrics(self.statistics, self.counters)
         self.grpc = GrpcServer(config.grpc_threads + config.max_streams, config.max_message_bytes)
         self.timer = Timer(self.owner, self.heartbeats.register("planner", _BEAT_LIMIT_S))
@@ -127,11 +133,14 @@ class Daemon:
         remaining = drain(self.shell, 0 if self.hurry.is_set() else self.config.drain_timeout, self.hurry)
         if any(remaining):
             log.warning("ended with work running", extra={"facts": dict(zip(("leases", "reservations"), remaining))})  # noqa: B905
+        if self.planner.demoter is not None and not self.hurry.is_set():
+            flush(self.owner, self.planner.demoter, self.config.disk_flush_timeout, self.hurry)
         self.health.ending = True
         self._grpc_health.refresh()
         self.timer.stop()  # before the pools that its chores use
         self._end_transports()
-        self.memory.close()
+        if self.disk is None or self.disk.stop():
+            self.memory.close()  # else a read that hangs in the kernel still has its place in the pool
         self.place.close()
 
     def _end_transports(self) -> None:
@@ -151,6 +160,17 @@ class Daemon:
         if is_warm:
             take_snapshot(self.owner, self.memory)
 
+    def _open_disk(self) -> DiskStore | None:
+        """The disk tier, if one is configured. Raises ConfigError where its directory can never be used."""
+        if not self.config.disk:
+            return None
+        try:
+            return DiskStore(self.config, self.memory.pool, self.heartbeats.register("disk", _BEAT_LIMIT_S))
+        except ConfigError:
+            self.memory.close()
+            self.place.close()
+            raise
+
     def part_died(self, args: threading.ExceptHookArgs) -> None:
         """A thread ended with an exception: its part is dead now, not when its heartbeat runs out."""
         name = args.thread.name if args.thread is not None else "unknown"
@@ -166,7 +186,9 @@ class Daemon:
             for space in self.planner.state.namespaces.values():
                 self.shell.add_namespace(space.number, space.fingerprint, space.spec, "")
         self.memory.start(self._capacity_ready)
-        self._start_local()  # first: a worker that finds gRPC alone takes the slow way for as long as it lives
+        if self.disk is not None:
+            self.disk.start(self.shell)
+        self._start_local()  # before gRPC: a worker that finds that alone takes the slow way for as long as it lives
         self._start_grpc()
         if config.http:
             self._start_http()
@@ -234,6 +256,8 @@ class Daemon:
     def _troubles(self) -> list[str]:
         state, detail = self.memory.state()
         troubles = [f"host pool {state}: {detail}"] if state != "on" else []
+        if self.disk is not None and (trouble := self.disk.trouble()):
+            troubles.append(trouble)
         return [*troubles, "draining"] if self.shell.draining else troubles
 
 
@@ -272,7 +296,7 @@ def release() -> str:
         return "0+unknown"
 
 
-def _planner_config(config: Config, memory: HostMemory) -> PlannerConfig:
+def _planner_config(config: Config, memory: HostMemory, disk: DiskStore | None) -> PlannerConfig:
     return PlannerConfig(
         pools=(PoolSpec(memory.size_bytes, memory.slab_bytes),),
         # Random, so that no restart repeats a generation that a worker still remembers.
@@ -280,6 +304,9 @@ def _planner_config(config: Config, memory: HostMemory) -> PlannerConfig:
         # A pool that was found again is in memory already, and its slots must be there for the snapshot.
         ready_bytes=0 if memory.snapshot is None else None,
         checksum=config.checksums,
+        disk=disk.spec() if disk is not None else None,
+        policy=config.policy,
+        policy_seed=secrets.randbits(_GENERATION_BITS),
         limits=Limits(
             max_sessions=config.max_sessions,
             max_namespaces=config.max_namespaces,

@@ -12,7 +12,7 @@ import numpy as np
 from prefixcache.core import commands as c
 from prefixcache.core import events as e
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT
-from prefixcache.core.reasons import Skip
+from prefixcache.core.reasons import Miss, Skip
 from prefixcache.identity.keys import block_keys
 from prefixcache.server import reasons
 from prefixcache.server.encoding import acquire_response, behind_runs
@@ -66,7 +66,8 @@ class CacheCalls:
         ttl_s = min(ttl_ms / 1000, self._lease_ttl_max) if ttl_ms else self._lease_ttl
         limit = max(most - first, 0) if most else None
         return e.AcquireRequested(
-            session.id, request.lease, namespace.number, keys, first, prompt_tokens, ttl_s, limit
+            session.id, request.lease, namespace.number, keys, first, prompt_tokens, ttl_s, limit,
+            request.deadline_ms / 1000, max(request.recompute_s_per_token, 0.0),
         )  # fmt: skip
 
     def _granted(self, session: Session, namespace: Namespace, tail: bytes, reply: c.Acquired) -> bytes:
@@ -85,6 +86,8 @@ class CacheCalls:
             int(left_s * 1000) if planned and left_s > 0 else 0,
             reply.tokens if planned else None,
         )
+        if reply.ready_blocks < planned:
+            rest += pb.AcquireResponse(eta_ms=int(reply.eta_s * 1000) + 1).SerializeToString()
         present = b"" if reply.present is None else np.packbits(reply.present, bitorder="little").tobytes()
         return acquire_response(first + planned, first + reply.ready_blocks, reply.runs, rest, present)
 
@@ -97,6 +100,8 @@ class CacheCalls:
             event = e.LeaseReleased(session.id, request.lease, used, reasons.unused(request.reason))
             expect(self._owner.call(event), c.Released)
             self._holdings.leases.pop(request.lease, None)
+            if lease is not None:
+                lease.ended(Miss.UNUSED)
         return pb.ReleaseResponse()
 
     def reserve(self, session: Session, request: pb.ReserveRequest) -> pb.ReserveResponse:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
+from prefixcache.core.policy.names import DEFAULT as DEFAULT_POLICY
+from prefixcache.core.policy.names import NAMES as POLICIES
 from prefixcache.server import defaults, units
 
 ENV_PREFIX: Final = "PREFIXCACHE_"
@@ -63,6 +65,14 @@ class Config:
     host_writable: bool = _switch("workers write through their own mapping of the pool", default=True)
     host_slab_bytes: int = _size(0, "bytes of one slab of the pool; 0 chooses by the pool's size")
     host_prefault_threads: int = _count(2, "threads that touch the pool's pages ahead of need")
+    disk: str = _text("", "folder of the disk tier, one per daemon; empty for none")
+    disk_bytes: int = _size(64 << 30, "most bytes of the disk tier, everything counted")
+    disk_segment_bytes: int = _size(0, "bytes of one segment file; 0 chooses by disk_bytes, 256 MiB at most")
+    disk_early_bytes: int = _size(1 << 40, "bytes a day for blocks written before memory is short; spares the SSD")
+    disk_flush_timeout: float = _time(10.0, "how long a graceful stop writes what only memory holds")
+    disk_stall: float = _time(5.0, "a disk call that takes longer turns the tier off until it works again")
+    disk_retry: float = _time(5.0, "first pause before a disk tier that is off is tried again")
+    policy: str = _text(DEFAULT_POLICY, f"which cached block goes first: {', '.join(POLICIES)}")
     session_ttl: float = _time(30.0, "time to live of a gRPC session without a sign of life")
     session_ttl_max: float = _time(3600.0, "longest time to live a session may ask for")
     lease_ttl: float = _time(30.0, "time to live of a lease that asks for none")
@@ -217,11 +227,18 @@ def _check(config: Config) -> None:
                 raise ConfigError(f"{key}: {error}") from error
     if config.max_message_bytes < _LEAST_MESSAGE_BYTES:
         raise ConfigError(f"max_message_bytes must be at least {units.format_size(_LEAST_MESSAGE_BYTES)}")
+    _one_of("policy", config.policy, POLICIES)
     _one_of("log_format", config.log_format, ("human", "json"))
     _one_of("log_level", config.log_level, ("debug", "info", "warning", "error"))
     _check_socket(config.socket)
+    _check_together(config)
+
+
+def _check_together(config: Config) -> None:
     if config.warm_restart and not config.checksums:
         raise ConfigError("warm_restart needs checksums: what cannot be verified is not kept")
+    if config.disk and config.policy != DEFAULT_POLICY:
+        raise ConfigError(f"policy {config.policy!r} cannot order two tiers yet; with a disk it is {DEFAULT_POLICY}")
 
 
 def _check_socket(path: str) -> None:
@@ -231,7 +248,12 @@ def _check_socket(path: str) -> None:
         raise ConfigError(f"socket: {path!r} with .local is longer than {_SOCKET_PATH_BYTES} bytes")
 
 
-_MAY_BE_ZERO: Final = frozenset({"host_slab_bytes", "host_writable", "any_user", "warm_restart", "checksums"})
+_MAY_BE_ZERO: Final = frozenset(
+    {
+        "host_slab_bytes", "disk_segment_bytes", "disk_early_bytes", "disk_flush_timeout", "host_writable", "any_user",
+        "warm_restart", "checksums",
+    }
+)  # fmt: skip
 _LEAST_MESSAGE_BYTES: Final = 64 << 10
 _SOCKET_PATH_BYTES: Final = 107  # sun_path of Linux, without its final zero byte
 

@@ -10,7 +10,9 @@ from typing import Final
 
 import numpy as np
 
+from prefixcache.core.ids import NO_SLOT, Rows
 from prefixcache.core.leases import Lease
+from prefixcache.core.namespaces import Namespace
 from prefixcache.core.planner import Planner
 from prefixcache.core.radix import ROW_DTYPE, Node, Path
 from prefixcache.v1 import admin_pb2 as pb
@@ -57,10 +59,20 @@ def describe_blocks(
     path = space.tree.walk(keys)
     rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
     leases = _leases_by_block(path, planner.state.leases.values())
+    tiers = _tiers(space, rows)
     for block, tick in enumerate(space.table.touched[rows].tolist()):
-        yield pb.BlockDescription(
-            block=block, tiers=[common.TIER_HOST], leases=leases[block], idle_s=max(idle_of(tick), 0.0)
-        )
+        yield pb.BlockDescription(block=block, tiers=tiers[block], leases=leases[block], idle_s=max(idle_of(tick), 0.0))
+
+
+def _tiers(space: Namespace, rows: Rows) -> list[list[common.Tier.ValueType]]:
+    """Which tiers hold every part of each block."""
+    if not space.on_disk:
+        return [[common.TIER_HOST]] * len(rows)
+    in_memory = (space.table.parts[0].slots[rows] != NO_SLOT).tolist()
+    on_disk = space.table.is_clean(rows).tolist()
+    return [
+        [common.TIER_HOST] * memory + [common.TIER_DISK] * disk for memory, disk in zip(in_memory, on_disk, strict=True)
+    ]
 
 
 def _leases_by_block(path: Path, leases: Iterable[Lease]) -> list[int]:

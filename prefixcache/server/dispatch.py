@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
+from prefixcache.server.arrivals import Subscription
 from prefixcache.server.errors import CallError, reason_name
 from prefixcache.server.service import Method
 from prefixcache.server.sessions import Session
@@ -19,7 +20,7 @@ from prefixcache.v1 import common_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-Payload = bytes | Future[bytes]
+Payload = bytes | Future[bytes] | Subscription
 _BUCKETS: Final = 40  # powers of two of microseconds: up to 12 days
 
 
@@ -96,6 +97,8 @@ def local_call(method: Method, latency: Latency) -> Callable[[Session, bytes], P
         response = answer(session, request)
         if isinstance(response, Future):
             return serialized(response)
+        if isinstance(response, Subscription):
+            return response
         encoded: bytes = response if type(response) is bytes else response.SerializeToString()
         add(clock() - started)
         return encoded

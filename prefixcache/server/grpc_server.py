@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 import grpc
 from grpc_reflection.v1alpha import reflection
 
+from prefixcache.server.arrivals import Arrivals
 from prefixcache.server.dispatch import CallCounters, parse, to_bytes, to_error
 from prefixcache.server.errors import CallError, status_details
 from prefixcache.server.service import Method, Shell
@@ -75,7 +76,10 @@ class GrpcCalls:
         def handle(payload: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
             with self._guard(context, method), self._stream():
                 request = self._request(method, payload)
-                for message in method.answer(self._session(method, request), request):
+                answer = method.answer(self._session(method, request), request)
+                if isinstance(answer, Arrivals):
+                    context.add_callback(answer.cancel)
+                for message in answer:
                     if not context.is_active():
                         return
                     yield message.SerializeToString()

@@ -4,25 +4,53 @@ Filled from the planner's answers and emptied by its orders, always inside the o
 lease that the planner has ended. It must not decide anything.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache.core.commands import Acquired, Reserved
+from prefixcache.core.commands import Acquired, Arrived, Reserved
 from prefixcache.core.ids import NO_SLOT
+from prefixcache.core.reasons import Miss
 from prefixcache.server.layouts import Namespace
 from prefixcache.server.sessions import Session
 
 
-@dataclass(slots=True, eq=False)
 class Lease:
-    """A lease: what was acquired, by which session. `tail`: the last key asked for, which names the whole prompt."""
+    """A lease: what was acquired, by which session. `tail`: the last key asked for, which names the whole prompt.
 
-    session: bytes
-    namespace: Namespace
-    acquired: Acquired
-    tail: bytes
+    ready_end: blocks from block 0 that can be read by now, in `runs`; `stop`: why the rest will not come; `done`:
+    nothing more will be told. Whoever wants to know adds a call to `listeners`, quick and without exceptions."""
+
+    __slots__ = ("acquired", "done", "listeners", "namespace", "ready_end", "runs", "session", "stop", "tail")
+
+    def __init__(self, session: bytes, namespace: Namespace, acquired: Acquired, tail: bytes) -> None:
+        self.session = session
+        self.namespace = namespace
+        self.acquired = acquired
+        self.tail = tail
+        self.runs = acquired.runs
+        self.ready_end = acquired.from_block + acquired.ready_blocks
+        self.stop: Miss | None = None
+        self.done = acquired.ready_blocks == acquired.planned_blocks
+        self.listeners: list[Callable[[], None]] = []
+
+    def arrived(self, news: Arrived) -> None:
+        """More of it can be read, or nothing more will come."""
+        self.runs += news.runs
+        self.ready_end = self.acquired.from_block + news.ready_blocks
+        self.stop, self.done = news.stop, news.done
+        self._tell()
+
+    def ended(self, why: Miss) -> None:
+        """It is over, whoever still waits."""
+        if not self.done:
+            self.stop, self.done = why, True
+            self._tell()
+
+    def _tell(self) -> None:
+        for listener in list(self.listeners):
+            listener()
 
 
 class Reservation:

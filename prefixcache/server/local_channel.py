@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from prefixcache.server import frames
+from prefixcache.server.arrivals import Subscription
 from prefixcache.server.dispatch import CallCounters, Payload, to_error
 from prefixcache.server.errors import CallError
 from prefixcache.server.local_connection import Connection
@@ -25,6 +26,7 @@ from prefixcache.server.processes import Process, Processes, peer_of
 from prefixcache.server.sessions import Session
 from prefixcache.v1 import common_pb2 as pb
 from prefixcache.v1 import local_pb2 as local
+from prefixcache.v1.cache_pb2 import ArrivalsResponse
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ _OPEN: Final = local.METHOD_OPEN_SESSION
 _MAP: Final = local.METHOD_MAP_POOL
 _ECHO: Final = local.METHOD_ECHO
 _IDLE_S: Final = 0.25
+_MOST_SUBSCRIPTIONS: Final = 4096  # as many as leases
 _LOOK_AROUND_S: Final = 1.0
 _GREETING_S: Final = 10.0  # a peer that has said nothing for so long is not a worker
 _SPARE_CONNECTIONS: Final = 64  # connections beyond the sessions, on their way in or out
@@ -156,6 +159,8 @@ class LocalChannel:
                 answer = self._calls[method](session, payload)
                 if isinstance(answer, bytes):
                     connection.send(call, method, frames.END, answer)
+                elif isinstance(answer, Subscription):
+                    self._answer_often(connection, call, method, answer)
                 else:
                     self._answer_later(connection, call, method, answer)
             else:
@@ -183,6 +188,8 @@ class LocalChannel:
             return
         self._forget(connection.fd)
         del self._connections[connection.fd]
+        for subscription in connection.subscriptions.values():
+            subscription.stop()
         connection.close()
         self._dead.append(connection)
         process, session = connection.process, connection.session
@@ -219,6 +226,29 @@ class LocalChannel:
         connection.session, answer = self._backend.open_session(payload, process)
         self._sessions.setdefault(process, set()).add(connection.session.id)
         connection.send(call, _OPEN, frames.END, answer)
+
+    def _answer_often(self, connection: Connection, call: int, method: int, answer: Subscription) -> None:
+        """Frames as news come, the last with END."""
+        subscriptions = connection.subscriptions
+        if len(subscriptions) >= _MOST_SUBSCRIPTIONS:
+            raise CallError(pb.REASON_LIMIT, f"{_MOST_SUBSCRIPTIONS} streams of arrivals are open on this connection")
+        subscriptions[call] = answer
+
+        def send(message: ArrivalsResponse, *, last: bool) -> None:  # the subscription's form
+            def work() -> None:
+                if last:
+                    subscriptions.pop(call, None)
+                connection.send(call, method, frames.END if last else 0, message.SerializeToString())
+
+            self.post(work)
+
+        answer.start(send)
+
+    def cancel(self, connection: Connection, call: int) -> None:
+        """The peer wants no more answers of a call."""
+        subscription = connection.subscriptions.pop(call, None)
+        if subscription is not None:
+            subscription.cancel()
 
     def _answer_later(self, connection: Connection, call: int, method: int, answer: "Future[bytes]") -> None:
         def resolved(done: "Future[bytes]") -> None:

@@ -14,7 +14,8 @@ import socket
 from collections import deque
 from typing import Final, Protocol
 
-from prefixcache.server.frames import FROM_CLIENT, HEADER, HEADER_BYTES, MAX_FRAME_BYTES
+from prefixcache.server.arrivals import Subscription
+from prefixcache.server.frames import CANCEL, FROM_CLIENT, HEADER, HEADER_BYTES, MAX_FRAME_BYTES
 from prefixcache.server.processes import Process
 from prefixcache.server.sessions import Session
 
@@ -33,6 +34,10 @@ class Channel(Protocol):
 
     def handle(self, connection: "Connection", call: int, method: int, payload: bytes) -> None:
         """Answer one request."""
+        ...
+
+    def cancel(self, connection: "Connection", call: int) -> None:
+        """The peer wants no more answers of a call."""
         ...
 
     def refuse_size(self, connection: "Connection", call: int, method: int, size: int) -> None:
@@ -61,7 +66,7 @@ class Connection:
 
     __slots__ = (
         "_channel", "_inbox", "_out", "_out_bytes", "_reading", "_recv", "_send", "_skip", "_waits", "accepted_at",
-        "closed", "fd", "process", "session", "sock",
+        "closed", "fd", "process", "session", "sock", "subscriptions",
     )  # fmt: skip
 
     def __init__(self, channel: Channel, sock: socket.socket, process: Process, now: float) -> None:
@@ -74,6 +79,7 @@ class Connection:
         self.session: Session | None = None
         self.accepted_at = now
         self.closed = False
+        self.subscriptions: dict[int, Subscription] = {}  # calls that are answered more than once
         self._inbox = bytearray()
         self._skip = 0
         self._out: deque[tuple[memoryview, tuple[int, ...]]] = deque()
@@ -208,6 +214,8 @@ class Connection:
         self._drop(end)
         if flags & 1:
             self._channel.handle(self, call, method, payload)
+        elif flags & CANCEL:
+            self._channel.cancel(self, call)
         return True
 
     def _drop(self, size: int) -> None:

@@ -25,6 +25,9 @@ MISS: Final[Mapping[Miss, pb.Reason.ValueType]] = {
     Miss.DEADLINE: pb.REASON_DEADLINE,
     Miss.CLIENT_ERROR: pb.REASON_UNUSED,
     Miss.CHECKSUM: pb.REASON_CHECKSUM_MISMATCH,
+    Miss.SLOWER_THAN_RECOMPUTE: pb.REASON_SLOWER_THAN_RECOMPUTE,
+    Miss.POOL_FULL: pb.REASON_POOL_FULL,
+    Miss.TIER_OFF: pb.REASON_TIER_OFF,
 }
 # As the reason why a prefix ends: the caller's own limit is no reason.
 STOP: Final[Mapping[Miss | None, pb.Reason.ValueType]] = {
@@ -70,7 +73,8 @@ UNUSED: Final[Mapping[int, Miss]] = {
     pb.REASON_UNUSED: Miss.UNUSED,
     pb.REASON_LEASE_LOST: Miss.LEASE_LOST,
     pb.REASON_DEADLINE: Miss.DEADLINE,
-    pb.REASON_SLOWER_THAN_RECOMPUTE: Miss.DEADLINE,
+    pb.REASON_SLOWER_THAN_RECOMPUTE: Miss.SLOWER_THAN_RECOMPUTE,
+    pb.REASON_TIER_OFF: Miss.TIER_OFF,
     pb.REASON_CHECKSUM_MISMATCH: Miss.CHECKSUM,
 }
 

@@ -6,12 +6,14 @@ Counts are read inside the owner's lock, so the closed sum closes in every answe
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from prefixcache.core.demoting import Demoter
 from prefixcache.core.ids import HOST_POOL, SLOT_GRANULE
 from prefixcache.core.ledger import Stats, TokenLedger
 from prefixcache.core.planner import Planner
 from prefixcache.core.reasons import Miss
 from prefixcache.server import reasons
 from prefixcache.server.describing import TickTimes, describe_blocks
+from prefixcache.server.disk_report import DiskReport
 from prefixcache.server.dispatch import CallCounters
 from prefixcache.server.health import Health
 from prefixcache.server.memory import HostMemory
@@ -35,6 +37,7 @@ class Statistics:
         self._counters = counters
         self.addresses: list[str] = []
         self.backlog: Callable[[], int] = lambda: 0
+        self.disk: DiskReport | None = None  # where there is a disk tier
         self._tick_times = TickTimes()
 
     def snapshot(self) -> pb.GetStatsResponse:
@@ -57,11 +60,19 @@ class Statistics:
             stats = self._planner.state.stats
             response.tokens.CopyFrom(_token_sums(stats.tokens))
             response.tiers.append(self._host_tier(stats))
+            if self.disk is not None:
+                response.tiers.append(self.disk.tier_stats(self._planner))
+                response.counters.extend(self.disk.counters(stats))
             response.namespaces.extend(self._namespaces())
             response.counters.extend(_core_counters(stats))
         response.sessions.extend(self._sessions())
         response.counters.extend(self._shell_counters())
         return response
+
+    @property
+    def demoter(self) -> Demoter | None:
+        """The planner's part that writes to disk, where there is a disk tier."""
+        return self._planner.demoter
 
     def note_time(self) -> None:
         """A chore of the timer: so that idle times can be told."""
@@ -95,7 +106,7 @@ class Statistics:
             filling_bytes=filling,
             quarantined_bytes=quarantined,
             leased_bytes=self._leased_bytes(),
-            blocks=sum(space.table.used for space in state.namespaces.values()),
+            blocks=sum(space.table.used - space.cold_blocks for space in state.namespaces.values()),
             evicted_blocks=stats.blocks_evicted,
             state=on,
             detail=detail,
@@ -106,7 +117,7 @@ class Statistics:
         total = 0
         for lease in self._shell.holdings.leases.values():
             sizes = lease.namespace.part_bytes
-            total += sum(len(run.slots) * -(-sizes[run.part] // SLOT_GRANULE) for run in lease.acquired.runs)
+            total += sum(len(run.slots) * -(-sizes[run.part] // SLOT_GRANULE) for run in lease.runs)
         return min(total * SLOT_GRANULE, self._planner.state.pools[HOST_POOL].used_bytes)
 
     def _namespaces(self) -> Iterable[pb.NamespaceStats]:

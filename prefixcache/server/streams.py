@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from prefixcache.core.commands import Run
+from prefixcache.core.events import ArrivalsCancelled
+from prefixcache.server.arrivals import Arrivals, Subscription
 from prefixcache.server.errors import CallError
 from prefixcache.server.holdings import Lease, Reservation
 from prefixcache.server.service import Shell
@@ -35,25 +37,32 @@ class StreamCalls:
     def read_blocks(self, session: Session, request: pb.ReadBlocksRequest) -> Iterator[pb.ReadBlocksResponse]:
         """The bytes of leased blocks, block by block, part by part."""
         lease = self._lease(session, request.lease)
-        ready = lease.acquired.from_block + lease.acquired.ready_blocks
+        ready = lease.ready_end
         end = ready if request.blocks == 0 else request.first_block + request.blocks
         if end > ready:
             raise CallError(common.REASON_BAD_ARGUMENT, f"only {ready} blocks are ready, asked was up to {end}")
         mask = request.part_mask or (1 << 64) - 1
-        tables = [(run.part, _places(run)) for run in lease.acquired.runs if mask >> run.part & 1]
+        # A part may come in several runs, one for each arrival.
+        tables = [(run.part, _places(run)) for run in lease.runs if mask >> run.part & 1]
         for block in range(request.first_block, end):
             for part, places in tables:
                 if block in places:
                     yield from self._read_part(session, request.lease, lease, (part, block), places[block])
 
-    def arrivals(self, session: Session, request: pb.ArrivalsRequest) -> Iterator[pb.ArrivalsResponse]:
-        """Nothing comes from slower tiers in this release, so the first message is the last."""
-        yield self.last_arrival(session, request)
+    def arrivals(self, session: Session, request: pb.ArrivalsRequest) -> Arrivals:
+        """What comes of a lease, to iterate over: one message at least, the last when nothing more will come."""
+        return Arrivals(self.subscribe(session, request), self._shell.config.lease_ttl_max)
 
-    def last_arrival(self, session: Session, request: pb.ArrivalsRequest) -> pb.ArrivalsResponse:
-        """All of the lease is ready."""
-        acquired = self._lease(session, request.lease).acquired
-        return pb.ArrivalsResponse(ready_blocks=acquired.from_block + acquired.ready_blocks)
+    def subscribe(self, session: Session, request: pb.ArrivalsRequest) -> Subscription:
+        """What comes of a lease, told by calls."""
+        lease = self._lease(session, request.lease)
+
+        def cancel() -> None:
+            with self._shell.owner.lock:
+                if not lease.done and not self._shell.owner.failure:
+                    self._shell.owner.call(ArrivalsCancelled(session.id, request.lease))
+
+        return Subscription(self._shell.owner.lock, lease, cancel)
 
     def _read_part(
         self, session: Session, lease_id: bytes, lease: Lease, which: tuple[int, int], place: Place

@@ -27,7 +27,14 @@ def follow_ends(orders: dict[type, Callable[..., None]], shell: Shell) -> None:
     holdings = shell.holdings
 
     def lease_ended(order: c.LeaseEnded) -> None:
-        holdings.leases.pop(order.lease, None)
+        lease = holdings.leases.pop(order.lease, None)
+        if lease is not None:
+            lease.ended(order.reason)
+
+    def arrived(order: c.Arrived) -> None:
+        lease = holdings.leases.get(order.lease)
+        if lease is not None:
+            lease.arrived(order)
 
     def reservation_ended(order: c.ReservationEnded) -> None:
         holdings.ran_out(order.reservation, order.quarantined_slots)
@@ -35,6 +42,7 @@ def follow_ends(orders: dict[type, Callable[..., None]], shell: Shell) -> None:
     def namespace_forgotten(order: c.NamespaceForgotten) -> None:
         shell.forget_namespace(order.namespace)
 
+    orders[c.Arrived] = arrived
     orders[c.LeaseEnded] = lease_ended
     orders[c.NamespaceForgotten] = namespace_forgotten
     orders[c.ReservationEnded] = reservation_ended
@@ -82,8 +90,9 @@ def _admin_handlers(grpc_calls: GrpcCalls, admin: AdminCalls) -> dict[str, Any]:
         "DescribePrefix": admin.describe_prefix,
         "GetStats": admin.get_stats,
         "Drain": admin.drain,
+        "Flush": admin.flush,
     }
-    for name in ("Pin", "Unpin", "Prefetch", "ListPrefixes", "Flush"):
+    for name in ("Pin", "Unpin", "Prefetch", "ListPrefixes"):
         answers[name] = unimplemented(name)
     handlers = {
         name: grpc_calls.unary(Method(name, _request(admin_pb2, name), answer, needs_session=False))
@@ -97,7 +106,7 @@ def local_backend(shell: Shell, counters: CallCounters) -> Backend:
     """Everything that the local channel answers."""
     sessions, streams = SessionCalls(shell), StreamCalls(shell)
     methods = session_methods(shell, sessions)
-    methods["Arrivals"] = Method("Arrivals", _request(cache_pb2, "Arrivals"), streams.last_arrival)
+    methods["Arrivals"] = Method("Arrivals", _request(cache_pb2, "Arrivals"), streams.subscribe)
     calls = {}
     for name, method in methods.items():
         number = local_pb2.Method.Value("METHOD_" + _upper_snake(name))

@@ -106,6 +106,8 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """Evicted to make room before it could be written to a lower tier."""
     REASON_NO_RESTORABLE_BOUNDARY: _Reason.ValueType  # 23
     """Only whole states can be restored and no boundary of this prompt has one (sliding and state groups)."""
+    REASON_TIER_OFF: _Reason.ValueType  # 24
+    """Only on a tier that cannot be read now; `status` says why."""
     REASON_SESSION_UNKNOWN: _Reason.ValueType  # 40
     """Refusals of a call (they come with an Error).
 
@@ -195,6 +197,8 @@ REASON_DROPPED_UNWRITTEN: Reason.ValueType  # 22
 """Evicted to make room before it could be written to a lower tier."""
 REASON_NO_RESTORABLE_BOUNDARY: Reason.ValueType  # 23
 """Only whole states can be restored and no boundary of this prompt has one (sliding and state groups)."""
+REASON_TIER_OFF: Reason.ValueType  # 24
+"""Only on a tier that cannot be read now; `status` says why."""
 REASON_SESSION_UNKNOWN: Reason.ValueType  # 40
 """Refusals of a call (they come with an Error).
 

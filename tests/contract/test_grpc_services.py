@@ -82,7 +82,7 @@ def test_reflection_lists_the_services(channel: grpc.Channel) -> None:
     assert names >= {*SERVICES[1:], "grpc.health.v1.Health"}
 
 
-@pytest.mark.parametrize("rpc", ["Pin", "Unpin", "Prefetch", "ListPrefixes", "Flush"])
+@pytest.mark.parametrize("rpc", ["Pin", "Unpin", "Prefetch", "ListPrefixes"])
 def test_later_rpcs_say_that_they_are_not_there_yet(channel: grpc.Channel, rpc: str) -> None:
     with pytest.raises(Failure) as refused:
         admin(channel, rpc, getattr(admin_pb2, f"{rpc}Request")())
@@ -217,3 +217,9 @@ def test_a_taken_default_http_port_is_no_reason_to_fail(tmp_path: Path) -> None:
     assert daemon.addresses[-1].startswith("http://127.0.0.1:")
     assert not daemon.addresses[-1].endswith(f":{port}")
     daemon.stop()
+
+
+def test_flush_without_a_disk_tier_says_so(channel: grpc.Channel) -> None:
+    with pytest.raises(Failure) as refused:
+        admin(channel, "Flush", admin_pb2.FlushRequest())
+    assert refused.value.reason == common.REASON_TIER_OFF

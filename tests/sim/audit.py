@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prefixcache.core.commands import Acquired
-from prefixcache.core.events import AcquireRequested
+from prefixcache.core.events import AcquireRequested, SegmentFreed
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, GroupKind, NamespaceKind, Rows
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.radix import VISIBLE, subtree
+from prefixcache.core.reasons import Miss
 from prefixcache.core.spec import NamespaceSpec
 from prefixcache.core.table import UNVERIFIED
+from tests.sim.disk import FakeDisk
 from tests.sim.fakes import HEADS, Memory, SimError
 from tests.sim.workers import Prompt
+
+CUT_SHORT = (Miss.DEADLINE, Miss.SLOWER_THAN_RECOMPUTE, Miss.POOL_FULL, Miss.TIER_OFF)
 
 
 def has_full(spec: NamespaceSpec) -> bool:
@@ -30,7 +34,10 @@ def stored_keys(space: Namespace) -> set[bytes]:
     """Keys of visible blocks that have any part."""
     stored: set[bytes] = set()
     for rows, keys in visible_nodes(space):
-        stored.update(key for key, here in zip(keys, space.any_part(rows).tolist(), strict=True) if here)
+        held = space.any_part(rows)
+        if space.on_disk:
+            held |= space.table.is_clean(rows)
+        stored.update(key for key, here in zip(keys, held.tolist(), strict=True) if here)
     return stored
 
 
@@ -62,10 +69,13 @@ def check_planned(
         expected = longest_restorable(space, prompt, start, limit) - start
         if has_full(spec) and any(prompt.key(block) not in visible for block in range(start, start + expected)):
             raise SimError("the table holds blocks that were never announced")
-    if reply.planned_blocks != expected:
+    cut_short = space.on_disk and reply.stop in CUT_SHORT and reply.planned_blocks < expected
+    if reply.ready_blocks < reply.planned_blocks and not event.deadline_s:
+        raise SimError("a worker that would not wait was promised what is on disk")
+    if reply.planned_blocks != expected and not cut_short:
         raise SimError(f"{reply.planned_blocks} blocks planned, {expected} are there")
     if reply.planned_blocks and spec.kind is NamespaceKind.TOKENS:
-        check_runs(spec, reply, start, start + reply.planned_blocks)
+        check_runs(spec, reply, start, start + reply.ready_blocks)
 
 
 def longest_restorable(space: Namespace, prompt: Prompt, start: int, limit: int) -> int:
@@ -87,12 +97,53 @@ def needed_parts(spec: NamespaceSpec, start: int, end: int) -> list[tuple[int, i
 
 
 def _has(space: Namespace, part: int, rows: list[int | None]) -> bool:
-    return all(row is not None and int(space.table.parts[part].slots[row]) != NO_SLOT for row in rows)
+    column = space.table.parts[part]
+    return all(
+        row is not None and (int(column.slots[row]) != NO_SLOT or (space.on_disk and column.segments[row] != 0))
+        for row in rows
+    )
+
+
+def check_records(space: Namespace, disk: FakeDisk) -> None:
+    """Every record the table knows is there, and holds the bytes of its key."""
+    for rows, keys in visible_nodes(space):
+        for part, column in enumerate(space.table.parts):
+            places = (column.segments[rows].tolist(), column.pages[rows].tolist())
+            for segment, page, key in zip(*places, keys, strict=True):
+                if not segment:
+                    continue
+                found = disk.segments.get(segment, {}).get(page)
+                if found is None and any(
+                    isinstance(job, SegmentFreed) and job.segment == segment for job in disk.told_late
+                ):
+                    continue
+                name = (space.number, key, part)
+                if found is None or found.name != name or found.content != (name,) * HEADS:
+                    raise SimError(f"segment {segment}, page {page}: {found} instead of {name}")
+
+
+def restorable_keys(disk: FakeDisk, number: int, parts: int) -> set[bytes]:
+    """Blocks of a namespace that a restart must bring back: whole on disk, not revoked, and so all in front of them."""
+    whole: dict[bytes, set[int]] = {}
+    parents: dict[bytes, bytes] = {}
+    for pages in disk.segments.values():
+        for record in pages.values():
+            if record.name[0] == number and not disk.revoked(record):
+                whole.setdefault(record.name[1], set()).add(record.name[2])
+                parents[record.name[1]] = record.parent
+    found: set[bytes] = set()
+    for key in whole:
+        chain = [key]
+        while chain[-1] in whole and len(whole[chain[-1]]) == parts:
+            chain.append(parents[chain[-1]])
+        if chain[-1] == bytes(32):
+            found.update(chain[:-1])
+    return found
 
 
 def check_runs(spec: NamespaceSpec, reply: Acquired, start: int, end: int) -> None:
     """Full groups whole, sliding and state groups exactly what the prefix needs."""
     got = {run.part: (run.first_block, run.first_block + len(run.slots)) for run in reply.runs}
     for part, needed in needed_parts(spec, start, end):
-        if got.get(part) != (needed, end):
+        if needed < end and got.get(part) != (needed, end):
             raise SimError(f"part {part}: blocks {got.get(part)} instead of {(needed, end)}")

@@ -30,6 +30,8 @@ FLAVOURS: dict[str, tuple[list[int], list[str]]] = {
     "moves": ([0, 1, 2], ["clear", "fail_part", "session_trouble"]),
     "restarts": ([0, 1, 2, 3, 4], ["restart"] * 3 + ["fail_part"]),
     "patches": ([2, 3], ["clear", "fail_part", "session_trouble"]),
+    "disk": ([0, 1, 0, 1, 2, 4], ["crash"] * 2 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
+    "disk_restarts": ([0, 1], ["crash"] * 4 + ["clear", "restart", "session_trouble"]),
 }
 
 

@@ -9,26 +9,32 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prefixcache.core import invariants
 from prefixcache.core.commands import (
     Acquired,
+    Arrived,
+    CancelReads,
     Change,
     Command,
     Committed,
     ComputeChecksum,
     CopySlots,
+    FreeSegment,
     LeaseEnded,
     Published,
+    ReadRecords,
     Refused,
     Released,
     Reply,
     ReservationEnded,
     Reserved,
+    RevokeRecords,
     SetGenerations,
     SnapshotTaken,
     VerifyParts,
+    WriteRecords,
 )
 from prefixcache.core.events import (
     AbortRequested,
@@ -37,14 +43,18 @@ from prefixcache.core.events import (
     ClearRequested,
     CommitRequested,
     Coverage,
+    DiskChanged,
+    DiskRecovered,
     DrainStarted,
     Event,
+    FlushStarted,
     LeaseReleased,
     LeaseRenewed,
     LookupRequested,
     NamespaceOpened,
     PartFailedVerification,
     ProcessExited,
+    RecoveryDone,
     ReserveRequested,
     SessionEnded,
     SessionOpened,
@@ -56,8 +66,9 @@ from prefixcache.core.ids import HOST_POOL, KEY_BYTES, NamespaceKind
 from prefixcache.core.planner import Planner
 from prefixcache.core.radix import VISIBLE, subtree
 from prefixcache.core.reasons import Refusal
-from prefixcache.core.spec import Limits, PlannerConfig, PoolSpec
+from prefixcache.core.spec import DiskSpec, Limits, PlannerConfig, PoolSpec
 from tests.sim import audit
+from tests.sim.disk import FakeDisk
 from tests.sim.fakes import ROTTEN, Executor, Memory, SimError
 from tests.sim.layouts import FLAVOURS, GRANULE, SPECS, STEPS, TOKENS, chain
 from tests.sim.nonsense import Nonsense
@@ -68,7 +79,7 @@ from tests.sim.workers import Prompt, Reading, Worker, Writing
 class Simulator:
     """`run()` raises SimError or InvariantError if anything is wrong; `log` tells what happened."""
 
-    def __init__(self, seed: int | random.Random) -> None:
+    def __init__(self, seed: int | random.Random, flavours: tuple[str, ...] = tuple(FLAVOURS)) -> None:
         self.rng = random.Random(seed) if isinstance(seed, int) else seed
         self.memory = Memory()
         self.executor = Executor(self.memory, self.rng)
@@ -80,7 +91,8 @@ class Simulator:
         self.visible: dict[int, set[bytes]] = {}
         self.sums: Counter[str] = Counter()
         self.waiting: dict[bytes, tuple[Worker, Prompt, AcquireRequested]] = {}
-        self.flavour = self.rng.choice(list(FLAVOURS))
+        self.flavour = self.rng.choice(flavours)
+        self.cleared: dict[int, set[bytes]] = {}  # keys that may not come back by themselves
         specs, self.rare_things = FLAVOURS[self.flavour]
         chosen = self.rng.sample(specs, min(len(specs), self.rng.choice((1, 2, 2, 3))))
         self.specs = {number: SPECS[number] for number in chosen}
@@ -89,10 +101,18 @@ class Simulator:
         self.trouble = self.rng.choice((0.05, 0.15, 0.5))
         self.diligence = self.rng.choice((0.2, 0.6, 0.9))
         self.slabs = self.rng.randint(2, 6)
+        self.disk: FakeDisk | None = None
+        self.recovery: Iterator[list[Event]] | None = None
+        if "disk" in self.flavour:
+            self.disk = FakeDisk(self.memory, self.rng)
+            self.trouble, self.diligence = self.rng.choice((0.15, 0.5)), self.rng.choice((0.6, 0.9))
         self.config = self._config(1)
         self.planner = Planner(self.config)
         self.nonsense = Nonsense(self)
         self._open_namespaces()
+        if self.disk is not None:
+            self.send(DiskChanged(True, True))
+            self.send(RecoveryDone())
 
     @property
     def log(self) -> list[str]:
@@ -100,7 +120,7 @@ class Simulator:
         return tell(self.history)
 
     def run(self, steps: int = STEPS) -> None:
-        for _ in range(steps):
+        for _ in range(steps if self.disk is None else 3 * steps):
             self.step()
         self.finish()
 
@@ -110,6 +130,8 @@ class Simulator:
             self.act()
         elif choice < 0.85:
             self.executes()
+            for _ in range(self.rng.choice((0, 1, 3)) if self.disk is not None else 0):
+                self.disk_works()
         elif self.rng.random() < self.trouble:
             self.rng.choice((self.rare, self.passes, self.talk_nonsense))()
         else:
@@ -118,6 +140,10 @@ class Simulator:
 
     def finish(self) -> None:
         """Everybody goes; then nothing may be left over."""
+        while self.recovery is not None:
+            self.recovers()
+        while self.disk is not None and (self.disk.jobs or self.disk.told_late):
+            self.disk_works()
         for job in list(self.executor.jobs):
             while job in self.executor.jobs:
                 self.executes()
@@ -132,6 +158,8 @@ class Simulator:
         if state.stats.tokens.pending or self.waiting:
             raise SimError("somebody still waits")
         self.send(ClearRequested())
+        while self.disk is not None and (self.disk.jobs or self.disk.told_late):
+            self.disk_works()
         self.check()
         if state.host.used_bytes:
             raise SimError("slots leaked")
@@ -160,6 +188,39 @@ class Simulator:
         if event is not None:
             self.send(event)
 
+    def disk_works(self) -> None:
+        """The disk does something, and the planner hears of it, maybe later, in the order in which it happened."""
+        disk = self.disk
+        assert disk is not None
+        if self.recovery is not None and self.rng.random() < 0.3:
+            self.recovers()
+        event = disk.step()
+        if event is not None:
+            disk.told_late.append(event)
+        while disk.told_late and self.rng.random() < 0.7:
+            self.send(disk.told_late.pop(0))
+
+    def recovers(self) -> None:
+        """One more segment of an earlier run is read."""
+        assert self.recovery is not None
+        told = next(self.recovery, None)
+        if told is not None:
+            for event in told:
+                self.send(event)
+            return
+        self.recovery = None
+        self.send(RecoveryDone())
+
+    def disk_trouble(self) -> None:
+        assert self.disk is not None
+        if self.rng.random() < 0.3:
+            self.disk.rot()
+        else:
+            self.send(self.disk.toggle())
+
+    def flush(self) -> None:
+        self.send(FlushStarted())
+
     def passes(self) -> None:
         self.now += self.rng.choice((0.1, 0.5, 1.0, 3.0))
         if self.rng.random() < 0.7:
@@ -172,7 +233,10 @@ class Simulator:
         number = self.rng.choice(list(self.specs))
         prompt = self.prompt(number)
         keys = self.rng.choice((None, prompt.keys, prompt.keys))
+        before = {space: set(visible) for space, visible in self.visible.items()}
         self.send(ClearRequested(self.rng.choice((None, number)) if keys is None else number, keys))
+        for space, visible in self.visible.items():
+            self.cleared.setdefault(space, set()).update(before[space] - visible)
 
     def faulted_in(self) -> None:
         self.send(CapacityReady(HOST_POOL, self.rng.randint(0, self.slabs * 4) * GRANULE))
@@ -215,6 +279,9 @@ class Simulator:
         event = AcquireRequested(
             worker.session, lease, prompt.namespace, prompt.keys, from_block, total, self.rng.choice((0.5, 5.0)), limit
         )
+        if self.disk is not None:
+            event.deadline_s = self.rng.choice((0.0, 1e-5, 10.0, 10.0, 10.0))
+            event.recompute_s_per_token = self.rng.choice((0.0, 1e-6, 1.0, 1.0))
         self.waiting[lease] = (worker, prompt, event)
         self.send(event)
 
@@ -339,6 +406,9 @@ class Simulator:
         self.executor.jobs.clear()
         self.waiting.clear()
         self.sums.clear()
+        if self.disk is not None:  # its last writes come before memory rots
+            self.disk.told_late.clear()
+            self.disk.crash()
         for slot in list(self.memory.heads):
             if self.rng.random() < 0.1:
                 self.memory.heads[slot][0] = ROTTEN
@@ -347,6 +417,41 @@ class Simulator:
         self.visible = {number: set() for number in self.specs}
         self.send(SnapshotRestored(taken.snapshot))
         self._open_namespaces()
+        if self.disk is not None:
+            self.send(DiskChanged(True, True))
+            self.recovery = self.disk.recovered()
+
+    def crash(self) -> None:
+        """Kill -9 of the daemon: memory is gone, workers start anew, the disk has what it has."""
+        disk = self.disk
+        assert disk is not None
+        disk.told_late.clear()
+        disk.crash()
+        self.workers.clear()
+        self.executor.jobs.clear()
+        self.waiting.clear()
+        self.sums.clear()
+        self.memory.heads.clear()
+        self.config = self._config(self.planner.state.generation)
+        self.planner = Planner(self.config)
+        self.visible = {number: set() for number in self.specs}
+        self._open_namespaces()
+        self.send(DiskChanged(True, True))
+        self.recovery = disk.recovered()
+        if self.rng.random() < 0.5:
+            self.recover_alone()
+
+    def recover_alone(self) -> None:
+        """Nothing else happens meanwhile: then exactly what is whole comes back."""
+        assert self.disk is not None
+        while self.recovery is not None:
+            self.recovers()
+        self.check()
+        for space in self.planner.state.namespaces.values():
+            if space.on_disk:
+                expected = audit.restorable_keys(self.disk, space.number, len(space.strides))
+                if self.visible[space.number] != expected:
+                    raise SimError("a restart brought back other blocks than those that are whole on disk")
 
     # -- plumbing ------------------------------------------------------------------------------------------------
 
@@ -371,6 +476,12 @@ class Simulator:
             self.executor.set_generations(command)
         elif isinstance(command, (CopySlots, ComputeChecksum, VerifyParts)):
             self.executor.begin(command)
+        elif isinstance(command, (WriteRecords, ReadRecords, FreeSegment, CancelReads, RevokeRecords)):
+            self._order_disk(command)
+        elif isinstance(command, Arrived):
+            for worker in self.workers:
+                if command.lease in worker.readings:
+                    worker.readings[command.lease].arrived(command)
         elif isinstance(command, Acquired):
             self.acquired(command)
         elif isinstance(command, Refused):
@@ -388,6 +499,16 @@ class Simulator:
                 if command.reservation in worker.writings:
                     worker.writings[command.reservation].over = True
 
+    def _order_disk(self, command: Command) -> None:
+        disk = self.disk
+        assert disk is not None
+        if isinstance(command, CancelReads):
+            disk.cancel(command)
+        elif isinstance(command, RevokeRecords):
+            disk.revoke(command)
+        elif isinstance(command, (WriteRecords, ReadRecords, FreeSegment)):
+            disk.begin(command)
+
     def _publish(self, event: Published) -> None:
         visible = self.visible[event.namespace]
         keys = {event.keys[at : at + KEY_BYTES] for at in range(0, len(event.keys), KEY_BYTES)}
@@ -395,6 +516,10 @@ class Simulator:
             if event.parent and event.parent not in visible and audit.has_full(self.specs[event.namespace]):
                 raise SimError("stored below a parent that is not there")
             visible |= keys
+            cleared = self.cleared.setdefault(event.namespace, set())
+            if isinstance(self.history[-1][1], DiskRecovered) and keys & cleared:
+                raise SimError("what was cleared came back from disk")
+            cleared -= keys
         elif event.change is Change.REMOVED:
             if not keys <= visible:
                 raise SimError("removed what was not there")
@@ -413,6 +538,8 @@ class Simulator:
         state = self.planner.state
         for space in state.namespaces.values():
             audit.check_bytes(space, self.memory)
+            if space.on_disk and self.disk is not None:
+                audit.check_records(space, self.disk)
             if audit.stored_keys(space) != self.visible[space.number]:
                 raise SimError("published events and tree differ")
         tokens = state.stats.tokens
@@ -440,7 +567,13 @@ class Simulator:
         limits = Limits(recent_ends=4, max_bare_blocks=24, max_parked=2)
         pool = PoolSpec(size, 4 * GRANULE)
         every = 1 if self.flavour == "moves" else 8
-        return PlannerConfig((pool,), generation, ready, every, publish=True, checksum=self.checksum, limits=limits)
+        spec = None
+        if self.disk is not None:
+            share, jobs = self.rng.choice((0.1, 0.3, 0.6)), self.rng.choice((1, 4)) * GRANULE
+            spec = DiskSpec(self.disk.segment_bytes, share, jobs, 8 * GRANULE, 16 * GRANULE)
+        return PlannerConfig(
+            (pool,), generation, ready, every, publish=True, checksum=self.checksum, disk=spec, limits=limits
+        )
 
     def _open_namespaces(self) -> None:
         for number, spec in self.specs.items():

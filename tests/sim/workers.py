@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from prefixcache.core.commands import Acquired, Reserved
+from prefixcache.core.commands import Acquired, Arrived, Reserved, Run
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT
 from tests.sim.fakes import HEADS, Memory, SimError, Tag
 
@@ -33,10 +33,33 @@ class Reading:
     reply: Acquired
     copied: list[tuple[int, int, Tag, tuple[Tag | None, ...]]] | None = None  # slot, generation, expected, bytes
     over: bool = False  # the planner ended it
+    runs: list[Run] = field(default_factory=list)
+    ready: int = 0
+    done: bool = False  # nothing more will come
+
+    def __post_init__(self) -> None:
+        self.runs = list(self.reply.runs)
+        self.ready = self.reply.ready_blocks
+        self.done = self.ready == self.reply.planned_blocks
+
+    def arrived(self, news: Arrived) -> None:
+        """More can be read. Raises if it was told wrongly."""
+        if self.done or news.ready_blocks < self.ready or news.ready_blocks > self.reply.planned_blocks:
+            raise SimError("an arrival that was not promised")
+        if news.stop is not None and not news.done:
+            raise SimError("a lease is told why it ends before it does")
+        if (news.ready_blocks == self.reply.planned_blocks) != (news.done and news.stop is None):
+            raise SimError("a lease is told to be done too early, or not at all")
+        self.runs += news.runs
+        for part in {run.part for run in news.runs}:
+            first = [run.first_block for run in news.runs if run.part == part]
+            if first != [self.reply.from_block + self.ready]:
+                raise SimError("what arrived does not follow what was ready")
+        self.ready, self.done = news.ready_blocks, news.done
 
     def copy(self, memory: Memory) -> None:
         self.copied = []
-        for run in self.reply.runs:
+        for run in self.runs:
             for place, (slot, generation) in enumerate(zip(run.slots.tolist(), run.generations.tolist(), strict=True)):
                 expected = (self.prompt.namespace, self.prompt.key(run.first_block + place), run.part)
                 self.copied.append((slot, generation, expected, memory.read(slot)))

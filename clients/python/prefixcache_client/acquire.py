@@ -10,6 +10,7 @@ from typing import Final
 
 from prefixcache.identity.keys import KEY_BYTES
 from prefixcache.v1 import cache_pb2
+from prefixcache_client.coming import Coming
 from prefixcache_client.encoding import acquire_request, behind_keys
 from prefixcache_client.errors import Failure
 from prefixcache_client.ids import new_id
@@ -22,8 +23,9 @@ from prefixcache_client.transport import ACQUIRE, RELEASE
 
 _MS: Final = 1000
 
-Wish = tuple[int | None, int, float, float, float]
-"""What a caller wants of a lease: max_tokens, from_token, ttl_s, recompute_s_per_token and timeout_s of Client.acquire.
+Wish = tuple[int | None, int, float, float, float, float]
+"""What a caller wants of a lease: max_tokens, from_token, ttl_s, recompute_s_per_token, timeout_s and load_timeout_s of
+Client.acquire.
 
 Plain tuples here and below: one with names takes a microsecond to make."""
 _Asked = tuple[int, int]
@@ -34,7 +36,7 @@ _Parts = tuple[bytes, bytes, bytes]
 
 def acquire(link: Link, ns: Namespace, prompt: Prompt, wish: Wish) -> Lease:
     """See Client.acquire."""
-    max_tokens, from_token, ttl_s, recompute_s_per_token, timeout_s = wish
+    max_tokens, from_token, ttl_s, recompute_s_per_token, timeout_s, load_timeout_s = wish
     epoch, form = ns.epoch, ns.form
     size = form.block_tokens
     keys, tokens = ns.hash(prompt, epoch)
@@ -46,7 +48,7 @@ def acquire(link: Link, ns: Namespace, prompt: Prompt, wish: Wish) -> Lease:
     if last <= first or ns.reason_off:
         return _missed(link, ns, (usable, first), ns.reason_off or PARTIAL_BLOCK)
     lease_id = new_id()
-    rest = behind_keys(first, tokens, last, int(ttl_s * _MS), recompute_s_per_token)
+    rest = behind_keys(first, tokens, last, int(ttl_s * _MS), int(load_timeout_s * _MS), recompute_s_per_token)
     began = time.monotonic()
     try:
         build = partial(_request, ns, epoch, (lease_id, keys, rest))
@@ -54,14 +56,17 @@ def acquire(link: Link, ns: Namespace, prompt: Prompt, wish: Wish) -> Lease:
     except Failure as failure:
         _give_back_unseen(link, lease_id, failure)
         return _missed(link, ns, (usable, first), failure.reason)
-    ready = min(answer.ready_blocks, last)
-    if ready <= first:
-        if answer.planned_blocks > first:
-            _give_back(link, session, lease_id)
+    ready, planned = min(answer.ready_blocks, last), min(answer.planned_blocks, last)
+    if planned <= first:
         return _missed(link, ns, (usable, first), reason_name(answer.stop) or NOT_CACHED)
     reason = reason_name(answer.stop)
-    link.counters.acquired((ready - first) * size, (last - ready) * size, reason or NOT_CACHED, usable - last * size)
-    return Lease(link, form, ready, first, reason, Grant(session, lease_id, began + answer.ttl_ms / _MS, answer))
+    link.counters.acquired(
+        (planned - first) * size, (last - planned) * size, reason or NOT_CACHED, usable - last * size
+    )
+    grant = Grant(session, lease_id, began + answer.ttl_ms / _MS, answer)
+    if ready < planned:
+        grant.coming = Coming(session, lease_id, range(ready, planned), began + load_timeout_s)
+    return Lease(link, form, planned, first, reason, grant)
 
 
 def _request(ns: Namespace, epoch: Epoch, parts: _Parts, session: Session, deadline: float) -> bytes:

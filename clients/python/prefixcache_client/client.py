@@ -59,6 +59,7 @@ class AcquireOptions(TypedDict, total=False):
     ttl_s: float | None
     recompute_s_per_token: float
     timeout_s: float | None
+    load_timeout_s: float | None
 
 
 class Client:
@@ -134,12 +135,14 @@ class Client:
         ttl_s: float | None = None,
         recompute_s_per_token: float = 0.0,
         timeout_s: float | None = None,
+        load_timeout_s: float | None = None,
     ) -> Lease:
         """Lease the longest cached prefix of `prompt`, for a `with`; a lease of 0 tokens is a miss.
 
         `max_tokens`: the longest prefix of use (an engine computes at least one token itself). `from_token`: what the
         engine has already; rounded down to a block. `ttl_s`: how long the copy may take. `recompute_s_per_token`: what
-        a miss costs. Raises ValueError or TypeError for a prompt that is none.
+        a miss costs. `load_timeout_s`: how long the copy may wait for blocks that are on a slower tier now. Raises
+        ValueError or TypeError for a prompt that is none.
         """
         options = self.options
         if ttl_s is None:
@@ -148,7 +151,9 @@ class Client:
             raise ValueError(f"ttl_s must be from 0 (the server's default) to {_MAX_TTL_S}, got {ttl_s}")
         if timeout_s is None:
             timeout_s = options.timeout_s
-        wish = (max_tokens, from_token, ttl_s, recompute_s_per_token, timeout_s)
+        if load_timeout_s is None:
+            load_timeout_s = options.load_timeout_s
+        wish = (max_tokens, from_token, ttl_s, recompute_s_per_token, timeout_s, load_timeout_s)
         return acquire.acquire(self._link, ns, prompt, wish)
 
     def store(self, ns: Namespace, prompt: Prompt, tensors: Any, *, from_token: int = 0) -> StoreResult:

@@ -22,7 +22,12 @@ def acquire_request(session: bytes, lease: bytes, namespace_id: int, keys: bytes
 
 @lru_cache(_REMEMBERED)
 def behind_keys(
-    from_block: int, prompt_tokens: int, max_blocks: int, ttl_ms: int, recompute_s_per_token: float
+    from_block: int,
+    prompt_tokens: int,
+    max_blocks: int,
+    ttl_ms: int,
+    deadline_ms: int = 0,
+    recompute_s_per_token: float = 0.0,
 ) -> bytes:
     """The fields from `from_block` on."""
     return cache_pb2.AcquireRequest(
@@ -30,6 +35,7 @@ def behind_keys(
         prompt_tokens=prompt_tokens,
         max_blocks=max_blocks,
         ttl_ms=ttl_ms,
+        deadline_ms=deadline_ms,
         recompute_s_per_token=recompute_s_per_token,
     ).SerializeToString()
 

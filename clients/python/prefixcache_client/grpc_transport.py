@@ -100,6 +100,15 @@ class GrpcTransport:
         except ValueError as error:
             raise Unreachable("the channel has been closed", lost=True) from error
 
+    def arrivals(self, payload: bytes, timeout_s: float) -> Iterator[bytes]:
+        """See Transport. Raises Unreachable or Refused from the iterator."""
+        try:
+            yield from self._channel.unary_stream(_SERVICE + "Arrivals", bytes, bytes)(payload, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise self._failure(error) from error
+        except ValueError as error:
+            raise Unreachable("the channel has been closed", lost=True) from error
+
     def write_blocks(self, payloads: Iterable[bytes], timeout_s: float) -> bytes:
         """See BlockStreams. Raises Unreachable or Refused."""
         try:

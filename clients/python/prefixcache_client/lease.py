@@ -17,9 +17,10 @@ from typing import Any, Self
 
 from prefixcache.v1 import cache_pb2
 from prefixcache_client.blocks import BlockFormat
+from prefixcache_client.coming import Coming
 from prefixcache_client.errors import Failure, LeaseEndedError
 from prefixcache_client.link import Link
-from prefixcache_client.reasons import LEASE_LOST, UNUSED, reason_value
+from prefixcache_client.reasons import DEADLINE, LEASE_LOST, UNUSED, reason_value
 from prefixcache_client.results import CopyResult
 from prefixcache_client.runs import SlotRun, leased_runs
 from prefixcache_client.session import Session
@@ -37,28 +38,48 @@ class Grant:
     place.
     """
 
-    __slots__ = ("_packed", "_runs", "ends_at", "lease", "session")
+    __slots__ = ("_packed", "_runs", "coming", "ends_at", "lease", "session")
 
     def __init__(self, session: Session, lease: bytes, ends_at: float, packed: cache_pb2.AcquireResponse) -> None:
         self.session = session
         self.lease = lease
         self.ends_at = ends_at
         self._packed = packed
-        self._runs: Sequence[SlotRun] | None = None
+        self._runs: list[SlotRun] | None = None
+        self.coming: Coming | None = None
+        """Blocks that were not ready when the lease was granted."""
 
-    def runs(self, form: BlockFormat, blocks: range) -> Sequence[SlotRun]:
-        """The slots of `blocks`, always the same ones. Raises Unreachable where the server contradicts itself."""
+    def runs(self, form: BlockFormat, blocks: range) -> list[SlotRun]:
+        """The slots of those of `blocks`, always the same ones, that are ready by now.
+
+        Raises Unreachable where the server contradicts itself."""
         if self._runs is None:
-            self._runs = leased_runs(form, self._packed.runs, blocks)
+            ready = blocks if self.coming is None else range(blocks.start, self.coming.blocks.start)
+            self._runs = leased_runs(form, self._packed.runs, ready)
         return self._runs
+
+    def wait(self, form: BlockFormat, blocks: range) -> list[SlotRun]:
+        """The slots of the next blocks that come; none when no more do."""
+        if self.coming is None:
+            return []
+        known = self.runs(form, blocks)
+        fresh = self.coming.wait(form)
+        known += fresh
+        return fresh
+
+    @property
+    def missing(self) -> str:
+        """Why some of the promised blocks did not come; empty where all did, or still may."""
+        return self.coming.reason or DEADLINE if self.coming is not None and self.coming.blocks else ""
 
 
 class Lease:
     """What `Client.acquire` answers; use it in a `with`. Not safe for two threads at once.
 
-    `tokens`: length of the cached prefix, from token 0, that may be read now; 0 on a miss. `blocks`: the same in
-    blocks. `from_block`: the first block asked for; earlier ones are the engine's own. `reason`: why the prefix ends
-    where it ends, "" when all whole blocks of the prompt were found.
+    `tokens`: length of the cached prefix, from token 0, that may be read; 0 on a miss. Where some of it still has to
+    come from a slower tier, the copy waits for that. `blocks`: the same in blocks. `from_block`: the first block asked
+    for; earlier ones are the engine's own. `reason`: why the prefix ends where it ends, "" when all whole blocks of the
+    prompt were found.
     """
 
     __slots__ = (
@@ -125,17 +146,35 @@ class Lease:
         target = as_tensors(tensors)
         try:
             wanted = self._wanted(grant, target)
-            if not wanted:
+            if not wanted and grant.coming is None:
                 raise ValueError("the tensors have room for none of the leased blocks")
             self._check_time(grant)
-            moved = grant.session.path.load(self._form, grant.lease, wanted, target)
+            moved = grant.session.path.load(self._form, grant.lease, wanted, target) if wanted else 0
             self._check_time(grant)
+            if grant.coming is not None:
+                moved += self._copy_coming(grant, wanted, target)
         except Failure as failure:
             return self._lose(failure.reason)
-        last_block = min(int(run.blocks[-1]) for run in _last_of_each_part(wanted)) + 1
-        self._used = max(self._used, last_block)
+        last_block = min((int(run.blocks[-1]) + 1 for run in _last_of_each_part(wanted)), default=0)
         self._link.counters.loaded(moved)
-        return CopyResult(ok=True, tokens=last_block * self._form.block_tokens, size_bytes=moved)
+        tokens = last_block * self._form.block_tokens
+        if grant.missing:
+            reason = self._lose(grant.missing).reason
+            return CopyResult(ok=False, tokens=tokens, size_bytes=moved, reason=reason)
+        self._used = max(self._used, last_block)
+        return CopyResult(ok=True, tokens=tokens, size_bytes=moved)
+
+    def _copy_coming(self, grant: Grant, wanted: list[SlotRun], target: KvTensors) -> int:
+        """Copies blocks as they come, while others are loaded; adds them to `wanted`. Answers bytes."""
+        moved = 0
+        while fresh := grant.wait(self._form, range(self.from_block, self.blocks)):
+            cut = self._cut(fresh, target)
+            if cut:
+                self._check_time(grant)
+                moved += grant.session.path.load(self._form, grant.lease, cut, target)
+                self._check_time(grant)
+                wanted += cut
+        return moved
 
     def view(self, block: int, part: int = 0) -> "BlockView":
         """`with lease.view(i) as array`: the bytes of block i (its position in the prompt), read-only u8[part bytes].
@@ -144,7 +183,10 @@ class Lease:
         Raises IndexError when the lease does not hold the block; entering it raises LeaseEndedError after the lease.
         """
         if self.tokens:
-            self._granted()
+            grant = self._granted()
+            while grant.coming is not None and block >= grant.coming.blocks.start:
+                if not grant.wait(self._form, range(self.from_block, self.blocks)):
+                    break
         for run in self._all_runs():
             found = run.within(range(block, block + 1)) if run.part == part else None
             if found is not None:
@@ -198,8 +240,12 @@ class Lease:
         return self._grant
 
     def _wanted(self, grant: Grant, target: KvTensors) -> list[SlotRun]:
+        return self._cut(grant.runs(self._form, range(self.from_block, self.blocks)), target)
+
+    def _cut(self, runs: Sequence[SlotRun], target: KvTensors) -> list[SlotRun]:
+        """What the tensors have room for."""
         covered = [target.covers(self._form, part) for part in range(len(self._form.parts))]
-        cut = (run.within(covered[run.part]) for run in grant.runs(self._form, range(self.from_block, self.blocks)))
+        cut = (run.within(covered[run.part]) for run in runs)
         return [run for run in cut if run is not None]
 
     def _check_time(self, grant: Grant) -> None:

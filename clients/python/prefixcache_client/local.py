@@ -22,14 +22,15 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from prefixcache_client import framing
 from prefixcache_client.errors import Unreachable
-from prefixcache_client.framing import ERROR, BadFrame, Frame, FrameBuffer, pack_frame
+from prefixcache_client.framing import CANCEL, END, ERROR, BadFrame, Frame, FrameBuffer, pack_frame
 from prefixcache_client.reasons import DEADLINE
-from prefixcache_client.transport import refusal
+from prefixcache_client.transport import ARRIVALS, refusal
 from prefixcache_offload import mapping as mapping
 from prefixcache_offload.export import receive_descriptors
 
@@ -47,12 +48,24 @@ _live: "weakref.WeakSet[LocalTransport]" = weakref.WeakSet()
 class _Call:
     """A thread that waits for an answer. `wake` is a lock held until there is something to look at."""
 
-    __slots__ = ("frame", "wake")
+    __slots__ = ("frame", "idle", "wake")
 
     def __init__(self) -> None:
         self.frame: Frame | None = None
+        self.idle = False  # does something else now: no reader to be woken
         self.wake = threading.Lock()
         self.wake.acquire()
+
+
+class _Stream(_Call):
+    """A thread that takes several answers, and does other things between them. `frame` is the oldest not taken."""
+
+    __slots__ = ("more",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = True
+        self.more: deque[Frame] = deque()
 
 
 class LocalTransport:
@@ -103,6 +116,41 @@ class LocalTransport:
         if flags & ERROR:
             raise refusal(content)
         return content
+
+    def arrivals(self, payload: bytes, timeout_s: float) -> Iterator[bytes]:
+        """See Transport. Raises Unreachable (reason `deadline` after `timeout_s`) or Refused from the iterator."""
+        deadline = time.monotonic() + timeout_s
+        call_id = next(self._ids) & _CALL_IDS
+        call = self._calls[call_id] = _Stream()
+        flags = 0
+        try:
+            self._send(pack_frame(call_id, ARRIVALS, payload), timeout_s)
+            while not flags & END:
+                _, _, flags, content = self._take(call_id, call, deadline)
+                if flags & ERROR:
+                    raise refusal(content)
+                yield content
+        finally:
+            self._calls.pop(call_id, None)
+            if self._calls and not self._reading.locked():
+                self._promote()
+            if not flags & END and self.alive:
+                with contextlib.suppress(Unreachable):
+                    self._send(pack_frame(call_id, ARRIVALS, b"", CANCEL), _POST_S, socket.MSG_DONTWAIT)
+
+    def _take(self, call_id: int, call: _Stream, deadline: float) -> Frame:
+        """The next answer of a stream."""
+        call.idle = False
+        try:
+            frame = self._wait(call_id, call, deadline)
+        finally:
+            call.idle = True
+            if len(self._calls) > 1 and not self._reading.locked():
+                self._promote()
+        with self._state:  # against who delivers
+            if frame is call.frame:
+                call.frame = call.more.popleft() if call.more else None
+        return frame
 
     def post(self, method: int, payload: bytes) -> None:
         """Send `payload` behind everything sent before; its answer is thrown away. Raises Unreachable.
@@ -216,7 +264,14 @@ class LocalTransport:
         """Give an answer to the thread that waits for it, if one still does."""
         owner = self._calls.get(frame[0])
         if owner is not None:
-            owner.frame = frame
+            if type(owner) is _Stream:
+                with self._state:
+                    if owner.frame is not None:
+                        owner.more.append(frame)
+                        return
+                    owner.frame = frame
+            else:
+                owner.frame = frame
             self._wake(owner)
 
     def _receive(self) -> bytes:
@@ -268,7 +323,7 @@ class LocalTransport:
     def _promote(self) -> None:
         """Wake one waiting thread so that it becomes the reader."""
         for call in list(self._calls.values()):
-            if call.frame is None:
+            if call.frame is None and not call.idle:
                 self._wake(call)
                 return
 

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 class ClientOptions:
     """Limits of one client; times in seconds.
 
-    `timeout_s` bounds every call on a request's path, connecting included. `store_timeout_s` bounds the calls of a
-    store, and `stream_timeout_s` a whole stream of blocks where memory cannot be shared. `breaker_threshold` failures
-    in a row open the circuit breaker for `breaker_open_s`, doubling up to `breaker_max_open_s`. `lease_ttl_s` and
-    `reservation_ttl_s` of 0 take the server's defaults. `local_channel` False goes by gRPC alone. `store_queue` bounds
-    the stores waiting for `Client.store_later`. `session_ttl_s` is asked for gRPC sessions. `client_name` is shown by
-    `prefixcache status`.
+    `timeout_s` bounds every call on a request's path, connecting included. `load_timeout_s` is how long a lease waits
+    for blocks that have to come from a slower tier; 0 takes only what is in memory. `store_timeout_s` bounds the calls
+    of a store, and `stream_timeout_s` a whole stream of blocks where memory cannot be shared. `breaker_threshold`
+    failures in a row open the circuit breaker for `breaker_open_s`, doubling up to `breaker_max_open_s`. `lease_ttl_s`
+    and `reservation_ttl_s` of 0 take the server's defaults. `local_channel` False goes by gRPC alone. `store_queue`
+    bounds the stores waiting for `Client.store_later`. `session_ttl_s` is asked for gRPC sessions. `client_name` is
+    shown by `prefixcache status`.
     """
 
     timeout_s: float = 1.0
+    load_timeout_s: float = 1.0
     store_timeout_s: float = 2.0
     stream_timeout_s: float = 10.0
     breaker_threshold: int = 3
@@ -31,5 +33,5 @@ class ClientOptions:
     def __post_init__(self) -> None:
         if min(self.timeout_s, self.store_timeout_s, self.stream_timeout_s, self.session_ttl_s) <= 0:
             raise ValueError("timeouts must be above zero")
-        if min(self.lease_ttl_s, self.reservation_ttl_s) < 0 or self.store_queue < 1:
+        if min(self.lease_ttl_s, self.reservation_ttl_s, self.load_timeout_s) < 0 or self.store_queue < 1:
             raise ValueError("times to live must not be negative, and the store queue holds at least one")

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """What `Lease.copy_to` did. Unless `ok`, the target tensors hold anything and must be computed.
+    """What `Lease.copy_to` did. Unless `ok`, the target tensors hold anything beyond `tokens` and must be computed.
 
-    `tokens`: where in the prompt the copied blocks end, 0 unless `ok`. `reason`: why not, "" when `ok`.
+    `tokens`: valid tokens from token 0 of the prompt; fewer than promised, and not `ok`, where the rest did not come in
+    time from a slower tier. `reason`: why not, "" when `ok`.
     """
 
     ok: bool

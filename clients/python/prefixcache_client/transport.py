@@ -42,6 +42,11 @@ class Transport(Protocol):
     def post(self, method: int, payload: bytes) -> None:
         """Send a request whose answer nobody wants, behind all calls sent before it where the transport keeps order."""
 
+    def arrivals(self, payload: bytes, timeout_s: float) -> Iterator[bytes]:
+        """Serialised ArrivalsResponses for a serialised ArrivalsRequest, as they come. `timeout_s` bounds all of them.
+
+        Raises from the iterator."""
+
     def on_lost(self, action: Callable[[], None]) -> None:
         """Have `action` called once when the connection ends, for whatever cause; at once if it has ended already."""
 

@@ -103,7 +103,7 @@ def test_a_mistyped_variable_is_refused_and_a_clients_own_is_not() -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("host_bytes =", ["not TOML"]), ('[disk]\nbytes = "1GiB"', ["disk_bytes"]), ("x = 1979-05-27", ["'x'"])],
+    [("host_bytes =", ["not TOML"]), ('[tape]\nbytes = "1GiB"', ["tape_bytes"]), ("x = 1979-05-27", ["'x'"])],
 )
 def test_a_bad_file_is_refused(file: Path, content: str, words: list[str]) -> None:
     file.write_text(content)
@@ -118,3 +118,8 @@ def test_a_bad_file_is_refused(file: Path, content: str, words: list[str]) -> No
 def test_it_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         load(environ={}).config.socket = "/x"  # type: ignore[misc]  # that is the point
+
+
+def test_a_policy_that_remembers_does_not_order_two_tiers_yet(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot order two tiers"):
+        load({"disk": str(tmp_path), "policy": "tg"}, environ={})

@@ -1,0 +1,84 @@
+"""Telling leases what came from disk for them, and when nothing more will.
+
+Rules: what was told is readable and stays so; what is ready grows from the front. A lease whose next block nobody loads
+any more is told so, once, with the reason. Must not know: how blocks come.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from prefixcache.core.commands import Arrived, Command, Run
+from prefixcache.core.foreign_leases import read_run
+from prefixcache.core.ids import NO_SLOT
+from prefixcache.core.leases import Lease
+from prefixcache.core.radix import ROW_DTYPE, Path, path_to
+from prefixcache.core.reasons import Miss
+
+if TYPE_CHECKING:
+    from prefixcache.core.loading import Load
+    from prefixcache.core.state import State
+
+
+def tell_waiters(state: State, load: Load, *, over: bool, out: list[Command]) -> None:
+    """After some of a load ended. over: all of it did."""
+    for lease in list(load.waiters):
+        _tell(state, load, lease, out)
+    if over:
+        for lease in load.waiters:  # they wait for other loads as well
+            lease.loads.remove(load)
+        load.waiters.clear()
+
+
+def _tell(state: State, load: Load, lease: Lease, out: list[Command]) -> None:
+    reply = lease.reply
+    end = reply.from_block + reply.planned_blocks
+    path = _attached(lease)
+    ready, coming = _look(lease, path, end)
+    if coming is not None and lease not in coming.waiters:
+        coming.waiters.append(lease)  # somebody else has begun to load it meanwhile
+        lease.loads.append(coming)
+    done = coming is None
+    runs: tuple[Run, ...] = ()
+    if ready > lease.ready_end:
+        wanted = path.stretches(lease.ready_end, ready)
+        parts = range(len(lease.space.strides))
+        runs = tuple([read_run(lease.space, part, wanted, lease.ready_end, state.host_pool) for part in parts])
+        lease.runs += runs
+        lease.ready_end = ready
+    if runs or done:
+        lease.stop = _why(state, load) if done and ready < end else None
+        out.append(Arrived(lease.lease, lease.session, ready - reply.from_block, runs, lease.stop, done))
+    if done:
+        for other in lease.loads:
+            if lease in other.waiters:
+                other.waiters.remove(lease)
+        lease.loads = []
+
+
+def _attached(lease: Lease) -> Path:
+    """What is still in the tree of a lease's path: all of it, or up to where it was cut off."""
+    paths = [path_to(pin.node, pin.depth) for pin in lease.pins]
+    whole = [path for path in paths if path.nodes and not path.nodes[0].start]
+    return max(whole, key=lambda path: path.blocks, default=Path([], 0))
+
+
+def _look(lease: Lease, path: Path, end: int) -> tuple[int, Load | None]:
+    """(blocks that are ready, who loads the next one)."""
+    end = min(end, path.blocks)
+    if end <= lease.ready_end:
+        return lease.ready_end, None
+    rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)[:end]
+    cold = np.flatnonzero(lease.space.table.parts[0].slots[rows[lease.ready_end :]] == NO_SLOT)
+    if not len(cold):
+        return end, None
+    ready = lease.ready_end + int(cold[0])
+    return ready, lease.space.loading.get(int(rows[ready]))
+
+
+def _why(state: State, load: Load) -> Miss:
+    if not state.disk.reads_on:
+        return Miss.TIER_OFF
+    return Miss.CHECKSUM if load.lost else Miss.COPY_FAILED

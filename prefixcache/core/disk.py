@@ -1,0 +1,104 @@
+"""What the core knows of the disk tier: whether it works, which records lie in which segment, what is under way.
+
+Rules: a record is the table's (column `segments`, `pages`) and counted in its segment, both or neither. A segment's
+list of rows may hold rows that have moved on since: whoever reads it compares with the table. What a segment is called
+and where in it a record lies is told by the shell; a number is never used for another segment.
+Must not know: the tree, policies, how bytes move.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixcache.core.ids import Rows
+from prefixcache.core.table import NO_SEGMENT
+
+if TYPE_CHECKING:
+    from prefixcache.core.namespaces import Namespace
+
+Places = NDArray[np.uint32]
+
+
+class Segment:
+    """Records that were put into one segment; `live_bytes` counts those that are still the table's."""
+
+    __slots__ = ("frozen", "live_bytes", "number", "pieces", "reads")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.pieces: list[tuple[Namespace, int, Rows, Places]] = []  # (namespace, part, rows, pages)
+        self.live_bytes = 0
+        self.reads = 0  # records being read from it
+        self.frozen = False  # being freed
+
+
+class Disk:
+    """State of the tier. `reads_on`, `writes_on`: told by the shell; off until it says so."""
+
+    def __init__(self) -> None:
+        self.reads_on = False
+        self.writes_on = False
+        self.reason = "starting"
+        self.recovered = False  # everything that was there at the start is known
+        self.segments: dict[int, Segment] = {}
+        self.room_bytes = 1 << 62  # for new segments, as told last
+        self.segment_bytes = 0
+        self.writing: dict[int, int] = {}  # writes under way: job -> serial, as of a lease
+        self.granted_bytes = 0  # of host memory, ever: how fast it is being filled
+        self._next_job = 1
+
+    def next_job(self) -> int:
+        self._next_job += 1
+        return self._next_job - 1
+
+    def segment(self, number: int) -> Segment:
+        """A segment, known from now on."""
+        found = self.segments.get(number)
+        if found is None:
+            found = self.segments[number] = Segment(number)
+        return found
+
+    def place(self, space: Namespace, part: int, rows: Rows, segments: Places, pages: Places) -> None:
+        """One part of some rows is on disk there from now on."""
+        self.lose(space, part, rows)
+        column = space.table.parts[part]
+        column.segments[rows] = segments
+        column.pages[rows] = pages
+        size = space.spec.parts[part].size_bytes
+        for number in np.unique(segments).tolist():
+            mine = segments == number
+            segment = self.segment(number)
+            segment.pieces.append((space, part, rows[mine], pages[mine]))
+            segment.live_bytes += size * int(np.count_nonzero(mine))
+
+    def lose(self, space: Namespace, part: int, rows: Rows) -> None:
+        """One part of some rows is not on disk any more (or never was)."""
+        column = space.table.parts[part]
+        had = column.segments[rows]
+        known = had[had != NO_SEGMENT]
+        if not len(known):
+            return
+        size = space.spec.parts[part].size_bytes
+        for number, count in zip(*np.unique(known, return_counts=True), strict=True):
+            segment = self.segments.get(int(number))
+            if segment is not None:
+                segment.live_bytes -= size * int(count)
+        column.segments[rows] = NO_SEGMENT
+
+    def forget(self, space: Namespace, rows: Rows) -> None:
+        """These rows are about to be released."""
+        for part in range(len(space.strides)):
+            self.lose(space, part, rows)
+
+    def live_in(self, segment: Segment) -> list[tuple[Namespace, int, Rows, Places]]:
+        """The records of a segment that are still the table's."""
+        found = []
+        for space, part, rows, pages in segment.pieces:
+            column = space.table.parts[part]
+            same = (column.segments[rows] == segment.number) & (column.pages[rows] == pages)
+            if same.any():
+                found.append((space, part, rows[same], pages[same]))
+        return found

@@ -1,0 +1,219 @@
+"""Room on disk: whole segments are given back, oldest and least wanted first.
+
+Rules: what a segment holds of blocks that are in memory is just forgotten. Of the others those that were hit since they
+were written, are pinned, or have anything below them that stays are appended again; tails leave, so a prefix loses its
+end first. One segment at a time, never one that is being read from or written to. Must not know: files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixcache.core.commands import Command, FreeSegment, Records, RevokeRecords
+from prefixcache.core.disk import Segment
+from prefixcache.core.events import SegmentFreed, WriteEnd
+from prefixcache.core.ids import KEY_BYTES, Rows
+from prefixcache.core.namespaces import Namespace
+from prefixcache.core.radix import DETACHED, NOT_QUEUED, Node
+from prefixcache.core.reasons import DiskDrop, Kind, Refusal
+from prefixcache.core.removal import Remover
+from prefixcache.core.spec import DiskSpec
+from prefixcache.core.state import State
+
+_LOOKED_AT = 8  # oldest segments compared with each other
+_MOST_KEPT = 0.6  # of a segment; beyond it only what must stay is kept
+
+
+class _Fate:
+    """What would become of a segment's cold blocks: `tails` of nodes that leave, `kept` places of nodes that stay."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.tails: list[tuple[Node, int]] = []  # (node, first place that leaves), deepest first
+        self.kept: list[tuple[Node, NDArray[np.int64]]] = []
+        self.kept_bytes = 0
+
+
+class Freer:
+    """See the module's rules."""
+
+    def __init__(self, state: State, remover: Remover, spec: DiskSpec) -> None:
+        self.state = state
+        self.remover = remover
+        self.spec = spec
+        self.freeing: dict[int, tuple[Records, ...]] = {}
+
+    def make_room(self, out: list[Command]) -> None:
+        """Begins to free a segment if the cap leaves no room for another one."""
+        disk = self.state.disk
+        if self.freeing or not disk.writes_on or not disk.recovered or disk.room_bytes >= self.spec.segment_bytes:
+            return
+        newest = max(disk.segments, default=0)
+        free = [each for each in disk.segments.values() if each.number != newest and not each.reads]
+        oldest = sorted(free, key=lambda each: each.number)[:_LOOKED_AT]
+        if not oldest:
+            return
+        fate = min((self._fate(each, mercy=True) for each in oldest), key=lambda each: each.kept_bytes)
+        if fate.kept_bytes > _MOST_KEPT * self.spec.segment_bytes:
+            fate = min((self._fate(each, mercy=False) for each in oldest), key=lambda each: each.kept_bytes)
+        self._begin(fate, out)
+
+    def done(self, event: SegmentFreed, out: list[Command]) -> None:
+        """A segment is gone, or stays."""
+        disk = self.state.disk
+        keep = self.freeing.pop(event.segment, None)
+        if keep is None:
+            text = f"segment {event.segment} is not being freed"
+            self.state.refuse(out, Kind.NOT_FOUND, Refusal.COPY_UNKNOWN, text)
+            return
+        disk.room_bytes = event.room_bytes
+        segment = disk.segments[event.segment]
+        segment.frozen = False
+        for records, (ends, segments, pages) in zip(keep, event.kept, strict=True):
+            space = self.state.namespaces.get(records.namespace)
+            if space is not None:
+                self._settle(space, records, ends == WriteEnd.OK, (segments, pages), out)
+        if event.freed:
+            for space, part, rows, _ in disk.live_in(segment):
+                disk.lose(space, part, rows)
+                self._forget_cold(space, rows, out)
+            del disk.segments[event.segment]
+
+    def _settle(
+        self,
+        space: Namespace,
+        records: Records,
+        fine: NDArray[np.bool_],
+        places: tuple[Rows, Rows],
+        out: list[Command],
+    ) -> None:
+        """What was appended again is there from now on, if it is still where it was. What was cleared meanwhile is
+        newer on disk than its tombstone now, so it gets another one."""
+        segments, pages = places
+        gone = np.zeros(len(fine), np.bool_)
+        for part in range(len(space.strides)):
+            column = space.table.parts[part]
+            mine = np.flatnonzero(fine & (records.parts == part))
+            rows = records.rows[mine]
+            same = (column.segments[rows] == records.segments[mine]) & (column.pages[rows] == records.pages[mine])
+            gone[mine[~same]] = True
+            if same.any():
+                self.state.disk.place(space, part, rows[same], segments[mine][same], pages[mine][same])
+        if gone.any():
+            keys = np.frombuffer(records.keys, np.uint8).reshape(-1, KEY_BYTES)[gone]
+            out.append(RevokeRecords(space.number, keys.tobytes()))
+
+    def _forget_cold(self, space: Namespace, rows: Rows, out: list[Command]) -> None:
+        index = space.tree.index
+        assert index is not None
+        for row in rows.tolist():
+            node = index.node_of(row)
+            if node is not None and node.cold and node.state != DETACHED:
+                self.state.stats.disk_drops[DiskDrop.LOST] += 1
+                self.remover.forget_block(space, node, row, out)
+
+    def _begin(self, fate: _Fate, out: list[Command]) -> None:
+        disk, segment = self.state.disk, fate.segment
+        # Before any node is split: places are those of now.
+        keep = tuple(_records(segment.number, each) for each in _by_space(fate.kept))
+        for node, places in fate.kept:
+            assert node.space is not None
+            hits = node.space.table.hits
+            rows = node.row_array()[places]
+            hits[rows] = hits[rows] >> 1
+        for node, place in fate.tails:
+            assert node.space is not None
+            if place:
+                node.space.tree.split(node, place)
+            self.state.stats.disk_drops[DiskDrop.NOT_WANTED] += self.remover.drop_cold(node, out)
+        for space, part, rows, _ in disk.live_in(segment):
+            self._lose_hot(space, part, rows)
+        segment.frozen = True
+        self.freeing[segment.number] = keep
+        out.append(FreeSegment(segment.number, keep))
+
+    def _lose_hot(self, space: Namespace, part: int, rows: Rows) -> None:
+        """Blocks in memory (and cleared ones that leases hold) are only in memory from now on."""
+        index = space.tree.index
+        assert index is not None
+        numbers = index.numbers(rows)
+        for number in np.unique(numbers).tolist():
+            node = index.by_number[number]
+            if node.cold and node.state != DETACHED:
+                continue
+            self.state.disk.lose(space, part, rows[numbers == number])
+            if node.rank != NOT_QUEUED:
+                space.policy.retick_leaf(node, space.tail_tick(node))
+
+    def _fate(self, segment: Segment, *, mercy: bool) -> _Fate:
+        """What would happen to its cold blocks. mercy: those that were hit are kept."""
+        fate = _Fate(segment)
+        here: dict[Node, NDArray[np.bool_]] = {}
+        for space, _, rows, _ in self.state.disk.live_in(segment):
+            index = space.tree.index
+            assert index is not None
+            for number in np.unique(index.numbers(rows)).tolist():
+                node = index.by_number[number]
+                if node.cold and node.state != DETACHED:
+                    mask = here.setdefault(node, np.zeros(node.count, np.bool_))
+                    mask |= np.isin(node.row_array(), rows)
+        gone: set[Node] = set()
+        for node in sorted(here, key=lambda each: -each.start):
+            cut = _cut(node, here[node], gone, mercy=mercy)
+            if cut < node.count:
+                fate.tails.append((node, cut))
+            if not cut:
+                gone.add(node)
+            kept = np.flatnonzero(here[node][:cut])
+            if len(kept):
+                fate.kept.append((node, kept))
+                assert node.space is not None
+                fate.kept_bytes += len(kept) * sum(part.size_bytes for part in node.space.spec.parts)
+        return fate
+
+
+def _cut(node: Node, here: NDArray[np.bool_], gone: set[Node], *, mercy: bool) -> int:
+    """From which place on all blocks of a cold node may leave."""
+    if node.held or any(child not in gone for child in (node.children or {}).values()):
+        return node.count
+    assert node.space is not None
+    stays = ~here
+    stays[: node.pinned_depth() - node.start] = True
+    if mercy:
+        stays |= node.space.table.hits[node.row_array()] > 0
+    last = np.flatnonzero(stays)
+    return int(last[-1]) + 1 if len(last) else 0
+
+
+def _by_space(kept: Iterable[tuple[Node, NDArray[np.int64]]]) -> list[list[tuple[Node, NDArray[np.int64]]]]:
+    spaces: dict[int, list[tuple[Node, NDArray[np.int64]]]] = {}
+    for node, places in kept:
+        assert node.space is not None
+        spaces.setdefault(node.space.number, []).append((node, places))
+    return list(spaces.values())
+
+
+def _records(segment: int, kept: list[tuple[Node, NDArray[np.int64]]]) -> Records:
+    """Everything of these blocks that lies in the segment."""
+    space = kept[0][0].space
+    assert space is not None
+    rows = np.concatenate([node.row_array()[places] for node, places in kept]).astype(np.uint32)
+    keys, parents = [], []
+    for node, places in kept:
+        before = space.parent_key(node) or bytes(KEY_BYTES)
+        packed = np.frombuffer(before + node.edge, np.uint8).reshape(-1, KEY_BYTES)
+        keys.append(packed[places + 1])
+        parents.append(packed[places])
+    depths = np.concatenate([node.start + places for node, places in kept]).astype(np.uint32)
+    columns = space.table.parts
+    mine = [np.flatnonzero(column.segments[rows] == segment) for column in columns]
+    at = np.concatenate(mine)
+    parts = np.repeat(np.arange(len(columns), dtype=np.uint16), [len(each) for each in mine])
+    pages = np.concatenate([column.pages[rows[each]] for column, each in zip(columns, mine, strict=True)])
+    return Records(
+        space.number, parts, rows[at], np.zeros(len(at), np.uint32), np.full(len(at), segment, np.uint32), pages,
+        np.concatenate(keys)[at].tobytes(), np.concatenate(parents)[at].tobytes(), depths[at],
+    )  # fmt: skip

@@ -1,0 +1,61 @@
+"""How fast the disk reads, measured on what is read: bytes per second while anything is under way, and what is queued.
+
+Rules: time is told, never asked. Must not know: what is read.
+"""
+
+from __future__ import annotations
+
+_MEMORY_BYTES = 64 << 20  # so much of what was read last decides
+_MEMORY_WAITS = 8
+
+
+class FillMeter:
+    """How much is filled in a second, from a total that only grows: the most of this second and the last."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+        self._at_begin = 0
+        self._last = 0
+
+    def per_s(self, total: int, now: float) -> int:
+        if now - self._began >= 1.0:
+            self._last = int((total - self._at_begin) / (now - self._began))
+            self._began, self._at_begin = now, total
+        return max(self._last, total - self._at_begin)
+
+
+class ReadMeter:
+    """`bytes_per_s` is never 0; `pending_bytes` is what was begun and has not ended."""
+
+    def __init__(self, bytes_per_s: float, latency_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.latency_s = latency_s
+        self.pending_bytes = 0
+        self._since = 0.0  # of the last end, or of the first begin after nothing was under way
+        self._first = False
+
+    def wait_s(self, now: float) -> float:
+        """Until something that is begun now begins to come."""
+        queued_s = self.pending_bytes / self.bytes_per_s
+        return self.latency_s + max(0.0, queued_s)
+
+    def begin(self, size_bytes: int, now: float) -> None:
+        if not self.pending_bytes:
+            self._since = now
+            self._first = True
+        self.pending_bytes += size_bytes
+
+    def end(self, size_bytes: int, now: float, *, fine: bool) -> None:
+        """So many bytes ended; only those that came well say how fast the disk is."""
+        self.pending_bytes -= size_bytes
+        took_s = max(now - self._since, 1e-9)
+        self._since = now
+        if not fine or not size_bytes:
+            return
+        if self._first:
+            # The first piece pays for the way there as well.
+            beyond_s = max(took_s - size_bytes / self.bytes_per_s, 0.0)
+            self.latency_s += (beyond_s - self.latency_s) / _MEMORY_WAITS
+            self._first = False
+        weight = min(size_bytes / _MEMORY_BYTES, 0.5)
+        self.bytes_per_s = 1 / ((1 - weight) / self.bytes_per_s + weight * took_s / size_bytes)

@@ -1,0 +1,200 @@
+"""What an earlier run left on disk, told segment by segment, newest first, while everything else goes on.
+
+Rules: a block is in the tree once all its parts and everything in front of it are known, not before; as the newest
+segments come first, nothing that is told later can revoke it. What was cleared since the start does not come back. What
+lacks its front when all is told is dropped and counted. Must not know: files, tombstones.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prefixcache.core.commands import Change, Command, RevokeRecords
+from prefixcache.core.events import DiskRecovered
+from prefixcache.core.ids import KEY_BYTES, Rows
+from prefixcache.core.namespaces import Namespace
+from prefixcache.core.radix import ROW_DTYPE, VISIBLE, Node, Path
+from prefixcache.core.reasons import DiskDrop
+from prefixcache.core.removal import Remover
+from prefixcache.core.state import State
+from prefixcache.core.table import NO_SEGMENT
+
+_NO_PARENT = bytes(KEY_BYTES)
+
+
+class _Found:
+    """One block that was told: its parent, and (segment, page) of each part, None for what was not told yet."""
+
+    __slots__ = ("left", "parent", "places")
+
+    def __init__(self, parent: bytes, parts: int) -> None:
+        self.parent = parent
+        self.places: list[tuple[int, int] | None] = [None] * parts
+        self.left = parts
+
+
+class _Space:
+    """What was told of one namespace. `attached`: parents of blocks that are in the tree by now."""
+
+    def __init__(self) -> None:
+        self.found: dict[bytes, _Found] = {}
+        self.children: dict[bytes, dict[bytes, None]] = {}  # by parent, in the order in which they were told
+        self.attached: dict[bytes, bytes] = {}
+        self.cleared: set[bytes] = set()
+        self.all_cleared = False
+
+
+class Recoverer:
+    """Handler of DiskRecovered and RecoveryDone."""
+
+    def __init__(self, state: State, remover: Remover) -> None:
+        self.state = state
+        self.remover = remover
+        self.spaces: dict[int, _Space] = {}
+
+    def found(self, event: DiskRecovered, out: list[Command]) -> None:
+        """Records of one segment and namespace."""
+        self.state.disk.segment(event.segment)
+        space = self.state.namespaces.get(event.namespace)
+        if space is None or not space.on_disk or self.state.disk.recovered:
+            return
+        told = self.spaces.setdefault(event.namespace, _Space())
+        if told.all_cleared:
+            return
+        whole = self._note(space, told, event)
+        for key in whole:
+            block = told.found.get(key)
+            if block is not None and (block.parent == _NO_PARENT or block.parent in told.attached):
+                self._attach(space, told, key, out)
+
+    def cleared(self, space: Namespace, keys: set[bytes] | None) -> None:
+        """A namespace (None) or the blocks below some keys were cleared: they do not come back."""
+        if self.state.disk.recovered or not space.on_disk:
+            return
+        told = self.spaces.setdefault(space.number, _Space())
+        if keys is None:
+            told.all_cleared = True
+            told.found.clear()
+            told.children.clear()
+        else:
+            told.cleared |= keys
+            for key in keys:
+                told.found.pop(key, None)
+
+    def finish(self, out: list[Command]) -> None:
+        """Everything was told."""
+        for number, told in self.spaces.items():
+            self.state.stats.disk_drops[DiskDrop.ORPHANED] += len(told.found)
+            orphans = self._below_cleared(told)
+            if orphans:
+                out.append(RevokeRecords(number, b"".join(orphans)))
+        self.spaces.clear()
+        self.state.disk.recovered = True
+
+    def _below_cleared(self, told: _Space) -> list[bytes]:
+        """Blocks that hang below a cleared one: found too late for its tombstone to name them."""
+        below: list[bytes] = []
+        stack = list(told.cleared)
+        while stack:
+            for key in told.children.pop(stack.pop(), ()):
+                if key in told.found:
+                    below.append(key)
+                    stack.append(key)
+        return below
+
+    def _note(self, space: Namespace, told: _Space, event: DiskRecovered) -> list[bytes]:
+        """Keeps what was told; answers the keys of blocks that are whole now."""
+        whole = []
+        count = len(space.strides)
+        pages, parts = event.pages.tolist(), event.parts.tolist()
+        for place in range(len(pages)):
+            at = place * KEY_BYTES
+            key = event.keys[at : at + KEY_BYTES]
+            if key in told.cleared or key in told.attached:
+                continue
+            block = told.found.get(key)
+            if block is None:
+                parent = event.parents[at : at + KEY_BYTES]
+                block = told.found[key] = _Found(parent, count)
+                told.children.setdefault(parent, {})[key] = None
+            part = parts[place]
+            if part < count and block.places[part] is None:
+                block.places[part] = (event.segment, pages[place])
+                block.left -= 1
+                if not block.left:
+                    whole.append(key)
+        return whole
+
+    def _attach(self, space: Namespace, told: _Space, key: bytes, out: list[Command]) -> None:
+        """Puts a block whose front is in the tree there, and all that waited for it, run by run."""
+        stack = [key]
+        while stack:
+            run = [stack.pop()]
+            while True:
+                ready = [child for child in told.children.pop(run[-1], ()) if self._is_whole(told, child)]
+                if len(ready) != 1:
+                    break
+                run.append(ready[0])
+            if self._graft(space, told, run, out):
+                stack += ready
+            else:
+                # The front left meanwhile; what would hang from this stays behind and is counted at the end.
+                for gone in run:
+                    told.found.pop(gone, None)
+                self.state.stats.disk_drops[DiskDrop.ORPHANED] += len(run)
+
+    def _is_whole(self, told: _Space, key: bytes) -> bool:
+        block = told.found.get(key)
+        return block is not None and not block.left
+
+    def _graft(self, space: Namespace, told: _Space, run: list[bytes], out: list[Command]) -> bool:
+        chain = []
+        above = told.found[run[0]].parent
+        while above != _NO_PARENT:
+            chain.append(above)
+            above = told.attached[above]
+        chain.reverse()
+        keys = b"".join([*chain, *run])
+        path = space.tree.walk(keys)
+        if path.blocks < len(chain):
+            return False
+        blocks = [told.found.pop(key) for key in run]
+        for key, block in zip(run, blocks, strict=True):
+            told.attached[key] = block.parent
+        known = path.blocks - len(chain)
+        if known:
+            self._mark_known(space, path, len(chain), blocks[:known])
+        if known < len(run) and space.tree.next_after(path, keys) is None:
+            self._add(space, path, b"".join(run[known:]), blocks[known:], out)
+        self.state.stats.blocks_recovered += len(run)
+        return True
+
+    def _mark_known(self, space: Namespace, path: Path, first: int, blocks: list[_Found]) -> None:
+        """Blocks that were stored again before they were told: their records will do."""
+        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)[first : first + len(blocks)].astype(np.uint32)
+        for part in range(len(space.strides)):
+            lacks = space.table.parts[part].segments[rows] == NO_SEGMENT
+            lacks &= np.array([(row, part) not in space.writing for row in rows.tolist()], np.bool_)
+            if lacks.any():
+                self._place(space, part, rows[lacks], [block for block, yes in zip(blocks, lacks, strict=True) if yes])
+        for node in path.nodes:
+            if node.rank >= 0 or node.rank < -1:
+                space.policy.retick_leaf(node, space.tail_tick(node))
+
+    def _add(self, space: Namespace, path: Path, edge: bytes, blocks: list[_Found], out: list[Command]) -> None:
+        rows = space.table.allocate(len(blocks))
+        node = space.tree.graft(path, edge, rows.astype(ROW_DTYPE).tobytes(), cold=True)
+        node.state = VISIBLE
+        space.cold_blocks += len(blocks)
+        space.table.touched[rows] = 0
+        for part in range(len(space.strides)):
+            self._place(space, part, rows, blocks)
+        self._announce(node, out)
+        self.remover.join_like(space, node)
+
+    def _place(self, space: Namespace, part: int, rows: Rows, blocks: list[_Found]) -> None:
+        places = np.array([block.places[part] for block in blocks], np.uint32).reshape(-1, 2)
+        self.state.disk.place(space, part, rows, places[:, 0], places[:, 1])
+
+    def _announce(self, node: Node, out: list[Command]) -> None:
+        self.state.publish_blocks(Change.STORED, node, 0, out)

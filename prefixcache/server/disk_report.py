@@ -1,0 +1,84 @@
+"""What status, health and metrics say about the disk tier. Reads the log's own counters; counts nothing twice."""
+
+from collections.abc import Iterable
+
+from prefixcache.core.ledger import Stats
+from prefixcache.core.planner import Planner
+from prefixcache.core.reasons import DiskDrop
+from prefixcache.v1 import admin_pb2 as pb
+from prefixcache.v1 import common_pb2 as common
+from prefixcache_offload.disk.recovery import RecoveryCounters
+from prefixcache_offload.disk.tier import DiskTier
+
+
+class DiskReport:
+    """Filled by the store; asked by anybody."""
+
+    def __init__(self) -> None:
+        self._tier: DiskTier | None = None
+        self._off = "starting"
+        self.recovery: RecoveryCounters | None = None
+        self.tombstones_failed = 0
+
+    def on(self, tier: DiskTier) -> None:
+        """The directory is open."""
+        self._tier, self._off = tier, ""
+
+    def off(self, reason: str) -> None:
+        """The directory cannot be used."""
+        self._off = reason
+
+    @property
+    def trouble(self) -> str:
+        """Why the tier does not work as it should; empty where it does."""
+        if self._tier is None:
+            return f"disk tier off: {self._off}"
+        status = self._tier.status()
+        health = status.health
+        if health.reads_off is not None:
+            return f"disk tier off: {health.reads_off}"
+        if health.writes_off is not None:
+            return f"disk tier takes no more blocks: {health.writes_off}"
+        return "" if status.threads_alive else "disk tier off: thread_died"
+
+    def tier_stats(self, planner: Planner) -> pb.TierStats:
+        """Call it with the owner's lock held."""
+        answer = pb.TierStats(tier=common.TIER_DISK, state="off", detail=self.trouble)
+        if self._tier is None:
+            return answer
+        status = self._tier.status()
+        answer.capacity_bytes = answer.ready_bytes = status.cap_bytes
+        answer.used_bytes = sum(segment.live_bytes for segment in planner.state.disk.segments.values())
+        if planner.demoter is not None:
+            answer.filling_bytes = planner.demoter.writing_bytes
+        answer.blocks = sum(space.table.clean_count for space in planner.state.namespaces.values() if space.on_disk)
+        answer.evicted_blocks = planner.state.stats.disk_drops[DiskDrop.NOT_WANTED]
+        if status.health.reads_off is None:
+            answer.state = "on" if status.health.writes_off is None else "failing"
+        return answer
+
+    def counters(self, stats: Stats) -> Iterable[pb.Counter]:
+        """Counters that only a daemon with a disk has."""
+        for name in ("blocks_demoted", "blocks_loaded", "blocks_recovered"):
+            yield pb.Counter(name=name, value=getattr(stats, name))
+        for drop, count in stats.disk_drops.items():
+            yield pb.Counter(name="disk_drops", label=str(drop), value=count)
+        yield pb.Counter(name="disk_tombstones_failed", value=self.tombstones_failed)
+        if self._tier is None:
+            return
+        counted = self._tier.counters
+        amplification = int(counted.write_amplification * 1000)
+        yield pb.Counter(name="disk_written_bytes", value=counted.written_bytes)
+        yield pb.Counter(name="disk_rewritten_bytes", value=counted.again_bytes)
+        yield pb.Counter(name="disk_device_bytes", value=counted.device_bytes)
+        yield pb.Counter(name="disk_read_bytes", value=counted.read_bytes)
+        yield pb.Counter(name="disk_write_amplification_permille", value=amplification)
+        yield pb.Counter(name="disk_segments_freed", value=counted.freed_segments)
+        yield pb.Counter(name="disk_stalls", value=counted.stalls)
+        for outcome, count in counted.writes.items():
+            yield pb.Counter(name="disk_writes", label=outcome.name.lower(), value=count)
+        for outcome, count in counted.reads.items():
+            yield pb.Counter(name="disk_reads", label=outcome.name.lower(), value=count)
+        if self.recovery is not None:
+            for name in ("torn", "revoked", "superseded", "unreadable"):
+                yield pb.Counter(name="disk_recovery", label=name, value=getattr(self.recovery, name))

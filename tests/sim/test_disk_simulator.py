@@ -1,0 +1,238 @@
+"""With a bug planted in the disk tier, some of the first few hundred seeds with a disk find it.
+
+That no seed finds anything without one is in test_simulator, whose seeds have disks, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixcache.core import acquiring, demoting, freeing, loading, radix
+from prefixcache.core.clearing import Clearing
+from prefixcache.core.commands import Command, SetGenerations
+from prefixcache.core.demoting import Demoter
+from prefixcache.core.disk import Disk
+from prefixcache.core.events import ReadEnd, RecordsRead, RecordsWritten
+from prefixcache.core.freeing import Freer
+from prefixcache.core.invariants import InvariantError
+from prefixcache.core.loading import Load, Loader
+from prefixcache.core.nodes import NodeIndex
+from prefixcache.core.policy.tiered import TieredLeaves
+from prefixcache.core.recovering import Recoverer
+from prefixcache.core.removal import Remover
+from prefixcache.core.slabs import SlabMover
+from prefixcache.core.table import BlockTable
+from tests.sim.fakes import SimError
+from tests.sim.simulator import Simulator
+
+SEEDS = 600
+DISKS = ("disk", "disk_restarts")
+
+Patch = pytest.MonkeyPatch
+
+
+def failed_reads_believed(patch: Patch) -> None:
+    patch.setattr(Loader, "_judged", lambda self, load, index, ends: np.full_like(ends, ReadEnd.OK))
+
+
+def lost_blocks_kept(patch: Patch) -> None:
+    patch.setattr(Loader, "_lose", lambda self, space, rows, out: None)
+
+
+def failed_writes_believed(patch: Patch) -> None:
+    right = Demoter.done
+
+    def wrong(self: Demoter, event: RecordsWritten, out: list[Command]) -> None:
+        right(self, RecordsWritten(event.job, event.index, event.ends * 0, event.segments, event.pages, 0), out)
+
+    patch.setattr(Demoter, "done", wrong)
+
+
+def written_blocks_not_pinned(patch: Patch) -> None:
+    right = Demoter._write_path
+
+    def wrong(self: Demoter, *rest: Any) -> int:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Remover, "pin", lambda self, node, depth, holder: None)
+            return right(self, *rest)
+
+    patch.setattr(Demoter, "_write_path", wrong)
+
+
+def one_part_on_disk_taken_for_all(patch: Patch) -> None:
+    patch.setattr(BlockTable, "is_clean", lambda self, rows: self.parts[0].segments[rows] != 0)
+
+
+def children_on_disk_outlive_their_parent(patch: Patch) -> None:
+    patch.setattr(Remover, "drop_cold", lambda self, node, out: 0)
+
+
+def segments_freed_under_children(patch: Patch) -> None:
+    patch.setattr(freeing, "_cut", lambda node, here, gone, *, mercy: 0 if here.all() else node.count)
+
+
+def cleared_blocks_without_tombstone(patch: Patch) -> None:
+    patch.setattr(Clearing, "_revoke", lambda self, space, node, out: None)
+
+
+def cleared_blocks_found_again(patch: Patch) -> None:
+    patch.setattr(Recoverer, "cleared", lambda self, space, keys: None)
+
+
+def moved_records_read_where_they_were(patch: Patch) -> None:
+    patch.setattr(Freer, "_settle", lambda self, space, records, fine, places, out: None)
+
+
+def arrivals_not_told(patch: Patch) -> None:
+    patch.setattr(loading, "tell_waiters", lambda state, load, *, over, out: None)
+
+
+def held_children_miscounted(patch: Patch) -> None:
+    patch.setattr(radix, "_tell_parent", lambda node, *, was_held: None)
+
+
+def lost_records_counted(patch: Patch) -> None:
+    patch.setattr(Disk, "lose", lambda self, space, part, rows: None)
+
+
+def loads_under_old_generations(patch: Patch) -> None:
+    right = Loader._read
+
+    def wrong(self: Loader, *rest: Any) -> Load:
+        load = right(self, *rest)
+        out = rest[-1]
+        out[:] = [command for command in out if not isinstance(command, SetGenerations)]
+        return load
+
+    patch.setattr(Loader, "_read", wrong)
+
+
+def unverified_bytes_written(patch: Patch) -> None:
+    patch.setattr(BlockTable, "is_trusted", lambda self, rows: np.ones(len(rows), np.bool_))
+
+
+def slots_moved_under_writes(patch: Patch) -> None:
+    right = SlabMover.settle_retired
+
+    def wrong(self: SlabMover) -> None:
+        kept, self.state.disk.writing = self.state.disk.writing, {}
+        right(self)
+        self.state.disk.writing = kept
+
+    patch.setattr(SlabMover, "settle_retired", wrong)
+
+
+def deadline_ignored(patch: Patch) -> None:
+    patch.setattr(Loader, "_cut_by_time", lambda self, event, space, found, now, wish: None)
+
+
+def slots_of_a_read_given_back_at_once(patch: Patch) -> None:
+    right = Loader.leave
+
+    def wrong(self: Loader, lease: Any, out: list[Command]) -> None:
+        for load in lease.loads:
+            if load.waiters == [lease] and load.number in self.loads:
+                self.remover.release_slots(load.held_slots())
+        right(self, lease, out)
+
+    patch.setattr(Loader, "leave", wrong)
+
+
+def rows_of_joined_nodes_lost(patch: Patch) -> None:
+    patch.setattr(NodeIndex, "move", lambda self, source, target: self.by_number.pop(source.number))
+
+
+def orders_of_leaves_mixed_up(patch: Patch) -> None:
+    patch.setattr(Demoter, "_reorder", lambda self, space, rows: None)
+    patch.setattr(TieredLeaves, "retick_leaf", lambda self, node, tick: self._side(node).retick_leaf(node, tick))
+
+
+def orphans_served(patch: Patch) -> None:
+    right = Recoverer._note
+
+    def wrong(self: Recoverer, space: Any, told: Any, event: Any) -> list[bytes]:
+        event.parents = bytes(len(event.parents))
+        return right(self, space, told, event)
+
+    patch.setattr(Recoverer, "_note", wrong)
+
+
+def part_of_a_block_served(patch: Patch) -> None:
+    def wrong(self: Loader, load: Load, index: Any, ends: Any) -> None:
+        load.left[index // len(load.slots)] = 0
+        load.state[load.left == 0] = 1
+
+    patch.setattr(Loader, "_note", wrong)
+
+
+def hits_counted_for_the_wrong_tier(patch: Patch) -> None:
+    patch.setattr(acquiring, "_DISK", acquiring._HOST)
+
+
+def writes_never_end(patch: Patch) -> None:
+    patch.setattr(demoting.Demoter, "_end", lambda self, number, job: None)
+
+
+def reads_taken_twice(patch: Patch) -> None:
+    right = Loader.done
+
+    def wrong(self: Loader, event: RecordsRead, now: float, out: list[Command]) -> None:
+        right(self, event, now, out)
+        load = self.loads.get(event.job)
+        if load is not None and load.open_records > 1:
+            right(self, event, now, out)
+
+    patch.setattr(Loader, "done", wrong)
+
+
+PLANTED: tuple[Callable[[Patch], None], ...] = (
+    failed_reads_believed,
+    lost_blocks_kept,
+    failed_writes_believed,
+    written_blocks_not_pinned,
+    one_part_on_disk_taken_for_all,
+    children_on_disk_outlive_their_parent,
+    segments_freed_under_children,
+    cleared_blocks_without_tombstone,
+    cleared_blocks_found_again,
+    moved_records_read_where_they_were,
+    arrivals_not_told,
+    held_children_miscounted,
+    lost_records_counted,
+    loads_under_old_generations,
+    unverified_bytes_written,
+    slots_moved_under_writes,
+    deadline_ignored,
+    slots_of_a_read_given_back_at_once,
+    rows_of_joined_nodes_lost,
+    orders_of_leaves_mixed_up,
+    orphans_served,
+    part_of_a_block_served,
+    hits_counted_for_the_wrong_tier,
+    writes_never_end,
+    reads_taken_twice,
+)
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_finds_the_planted_bug(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    plant(monkeypatch)
+    for seed in range(SEEDS):
+        try:
+            Simulator(seed, DISKS).run()
+        except (
+            SimError,
+            InvariantError,
+            AssertionError,
+            KeyError,
+            ValueError,
+            RuntimeError,
+            AttributeError,
+            IndexError,
+        ):
+            return
+    raise AssertionError(f"{SEEDS} seeds did not find {plant.__name__}")

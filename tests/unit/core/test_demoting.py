@@ -1,0 +1,103 @@
+"""Writes to disk: before memory is short, in chains, early, on request; what fails stays in memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prefixcache.core.commands import Reserved, WriteRecords
+from prefixcache.core.events import DiskChanged, FlushStarted, RecordsWritten, WriteEnd
+from prefixcache.core.reasons import DiskDrop, Kind, Refusal
+from prefixcache.core.spec import DiskSpec
+from tests.unit.core.disk_harness import DiskHarness
+from tests.unit.core.harness import GRANULE, chain
+
+
+def test_a_share_of_memory_is_kept_free_or_on_disk() -> None:
+    harness = DiskHarness(disk=DiskSpec(reserve_share=0.25))
+    harness.store("abcdefghijkl")  # 12 of 16 slots: a quarter is free
+    assert not harness.orders
+    harness.now += 10
+    harness.store("zy")
+    (order,) = harness.take(WriteRecords)
+    assert order.records.keys == chain("abcd")  # front to back, a quarter of memory at once
+    assert order.records.parents == bytes(32) + chain("abc")
+    assert order.records.depths.tolist() == [0, 1, 2, 3]
+
+
+def test_room_is_made_from_what_is_on_disk_and_loses_nothing() -> None:
+    harness = DiskHarness()
+    harness.store("abcdefgh")
+    harness.store("zyxwvuts")
+    assert harness.flush() == 16
+    granted: Reserved = harness.store("nmlk")
+    assert len(granted.blocks) == 4
+    assert harness.planner.state.stats.disk_drops[DiskDrop.UNWRITTEN] == 0
+    assert harness.planner.state.namespaces[1].cold_blocks == 4
+    assert harness.acquire("abcdefgh", deadline_s=100.0).planned_blocks == 8
+
+
+def test_what_is_on_disk_goes_before_what_is_not_whatever_its_age() -> None:
+    harness = DiskHarness()
+    harness.store("abcd")
+    harness.flush()
+    harness.store("zyxwvutsrqpo")
+    harness.hit("abcd")  # used last
+    harness.store("n")
+    assert harness.planner.state.stats.disk_drops[DiskDrop.UNWRITTEN] == 0
+    assert harness.hit("zyxwvutsrqpo") == 12
+
+
+def test_without_anything_on_disk_the_least_valuable_is_dropped_and_counted() -> None:
+    harness = DiskHarness()
+    harness.send(DiskChanged(reads_on=True, writes_on=False, reason="no_space"))
+    harness.store("abcdefgh")
+    harness.store("zyxwvuts")
+    harness.store("nm")
+    assert harness.planner.state.stats.disk_drops[DiskDrop.UNWRITTEN] == 2
+    assert harness.hit("abcdefgh") == 6
+
+
+def test_a_write_that_fails_is_counted_and_tried_again() -> None:
+    harness = DiskHarness()
+    harness.store("ab")
+    harness.send(FlushStarted())
+    assert harness.end_writes(WriteEnd.FAILED) == 2
+    assert harness.planner.state.stats.disk_drops[DiskDrop.WRITE_FAILED] == 2
+    assert harness.hit("ab") == 2
+    assert harness.flush() == 2
+
+
+def test_what_is_being_written_keeps_its_slot_and_its_bytes() -> None:
+    harness = DiskHarness()
+    harness.store("abcdefghijklmnop")  # all of memory
+    harness.send(FlushStarted())
+    (order,) = harness.take(WriteRecords)
+    assert len(order.records.rows) == 4  # a quarter of memory at once
+    granted = harness.reserve("z" * 16)
+    held = set(order.records.slots.tolist())
+    assert len(granted.blocks) == 12
+    assert held.isdisjoint(granted.grants[0].slots.tolist())
+
+
+def test_blocks_that_are_hit_again_and_again_are_written_early_within_a_budget() -> None:
+    harness = DiskHarness(disk=DiskSpec(reserve_share=0.0, early_bytes_per_day=2 * GRANULE))
+    harness.store("ab")
+    harness.hit("ab")
+    harness.pass_time(1)
+    assert not harness.orders
+    harness.hit("ab")
+    harness.pass_time(1)
+    assert harness.end_writes() == 2
+    harness.store("cd")
+    harness.hit("cd")
+    harness.hit("cd")
+    harness.pass_time(1)
+    assert not harness.orders  # the day's budget is used up
+    harness.pass_time(86_400)
+    assert harness.end_writes() == 2
+
+
+def test_a_job_nobody_knows_is_refused() -> None:
+    nothing = np.zeros(0, np.uint32)
+    event = RecordsWritten(99, nothing, nothing.astype(np.uint8), nothing, nothing, 0)
+    DiskHarness().refused(event, Kind.NOT_FOUND, Refusal.COPY_UNKNOWN)

@@ -15,8 +15,8 @@ from prefixcache.cli import namespaces, token_files
 from prefixcache.cli.daemon import connect, reason_name
 from prefixcache.cli.errors import CliError, bad_usage
 from prefixcache.cli.output import Settings, share
-from prefixcache.cli.status import tier_name, tier_tokens
 from prefixcache.identity import KEY_BYTES, block_keys, root_key
+from prefixcache.server.report import tier_name, tier_tokens
 from prefixcache.v1 import admin_pb2
 
 if TYPE_CHECKING:

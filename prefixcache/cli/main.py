@@ -152,6 +152,34 @@ def bench(
 
 
 @app.command()
+def simulate(
+    context: typer.Context,
+    trace: Annotated[Path, typer.Argument(help="Trace: JSON lines, plain or gzipped.")],
+    *,
+    policy: Annotated[str, typer.Option(metavar="NAMES", help="Policies, comma between.")] = "lru,tg,optimum",
+    capacity: Annotated[
+        str, typer.Option(metavar="SIZES", help="Shares of unique blocks (0.05), blocks (2000) or bytes (4GiB).")
+    ] = "0.01,0.05,0.1,0.2",
+    block_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, max=65_536, help="Tokens of a block of the trace.")
+    ] = 512,
+    block_bytes: Annotated[str | None, typer.Option(metavar="SIZE", help="Bytes of a block.")] = None,
+    prefill_rate: Annotated[
+        float, typer.Option(metavar="TOKENS", min=1, help="Tokens a second that prefill computes.")
+    ] = 10_000,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of policies that draw lots.")] = 0,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the sweep into a PNG.")] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Go on without malformed lines.")] = False,
+    json: JsonFlag = False,
+) -> None:
+    """Replay a trace: what would caches of some sizes have hit, under which policy?"""
+    from prefixcache.cli.simulate import Options, run
+
+    options = Options(policy, capacity, block_tokens, block_bytes, prefill_rate, seed, plot, skip_bad)
+    run(Settings.of(context, as_json=json), trace, options)
+
+
+@app.command()
 def demo(
     context: typer.Context,
     *,

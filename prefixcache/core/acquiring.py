@@ -60,6 +60,7 @@ class Acquiring:
             end = self._restorable(event, space, path, limit, out)
             if end < 0:
                 return
+        _remember(space, path)
         if space.cold_blocks:
             path, end, wish = self._plan_loads(event, space, path, end, now, out)
         key_blocks = len(event.keys) // KEY_BYTES
@@ -332,6 +333,12 @@ class Acquiring:
             return True
         state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID, text, event.lease)
         return False
+
+
+def _remember(space: Namespace, path: Path) -> None:
+    """A prompt hit these blocks; only some policies want to know."""
+    if space.policy.remembers and path.blocks:
+        space.policy.used(space, np.frombuffer(path.packed_rows(), ROW_DTYPE))
 
 
 def _node_at(path: Path, end: int) -> Node:

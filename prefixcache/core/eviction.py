@@ -6,10 +6,8 @@ than what it evicts. A leaf that is pinned is parked and comes back with its pin
 
 from __future__ import annotations
 
-import numpy as np
-
 from prefixcache.core.commands import Command
-from prefixcache.core.policy.base import EvictionPolicy
+from prefixcache.core.policy.base import Bids, EvictionPolicy
 from prefixcache.core.radix import Node
 from prefixcache.core.removal import Remover
 from prefixcache.core.state import State
@@ -22,8 +20,9 @@ class Evictor:
         self.state = state
         self.remover = remover
 
-    def free_up(self, stride: int, wanted: int, out: list[Command]) -> bool:
-        """Evicts blocks that use this class until `wanted` slots are free. False: nothing more may go."""
+    def free_up(self, stride: int, wanted: int, out: list[Command], bids: Bids | None = None) -> bool:
+        """Evicts blocks that use this class until `wanted` slots are free, or as many as the `bids` that do
+        not give up need (of one slot each). False: nothing more may go."""
         pool = self.state.host
         while (missing := wanted - pool.free_slots(stride)) > 0:
             policy = self.oldest_policy(stride, using=True)
@@ -32,7 +31,11 @@ class Evictor:
             node = policy.victim()
             assert node is not None
             assert node.space is not None
-            self.evict_from(policy, -(-missing // node.space.strides.count(stride)), out)
+            each = node.space.strides.count(stride)
+            if bids is not None and bids.gives_up(policy.victim_worth()):
+                wanted -= each
+                continue
+            self.evict_from(policy, -(-missing // each), out)
         return True
 
     def evict_from(self, policy: EvictionPolicy, most: int, out: list[Command]) -> int:
@@ -40,7 +43,7 @@ class Evictor:
         node = policy.victim()
         if node is None:
             return 0
-        count = self._evictable(node, most)
+        count = self._evictable(policy, node, most)
         if count:
             self.remover.evict_tail(node, count, out)
         else:
@@ -58,18 +61,9 @@ class Evictor:
                     best, best_tick = policy, victim.tick
         return best
 
-    def _evictable(self, node: Node, most: int) -> int:
-        """How many blocks off the tail are unpinned, as old and as clean as the tail (at least one, if unpinned)."""
+    def _evictable(self, policy: EvictionPolicy, node: Node, most: int) -> int:
+        """How many blocks off the tail are unpinned and may go in one step (at least one, if unpinned)."""
         loose = node.end - node.pinned_depth()
         if loose <= 1 or most == 1:
             return min(loose, 1)
-        space = node.space
-        assert space is not None
-        tail = node.row_array()[-min(loose, most) :]
-        touched = space.table.touched[tail]
-        other = touched != touched[-1]
-        if space.on_disk:
-            clean = space.table.is_clean(tail)
-            other |= clean != clean[-1]
-        older = np.flatnonzero(other)
-        return len(tail) - (int(older[-1]) + 1 if len(older) else 0)
+        return policy.run_length(node, min(loose, most))

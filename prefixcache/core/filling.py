@@ -183,6 +183,8 @@ class Filling:
         reservation.status[first : first + count] = Entry.SETTLED
         node.owner = None
         node.state = WAITING
+        if space.policy.remembers:
+            space.policy.stored(space, node, reservation.birth)
         self._reveal(node, out)
         return count
 

@@ -102,6 +102,8 @@ class ForeignAcquiring:
         runs: list[Run] = []
         for start, end in _spans(present):
             rows = _rows(nodes[start:end])
+            if space.policy.remembers:
+                space.policy.used(space, rows)
             space.table.touched[rows] = tick
             for node in nodes[start:end]:
                 if node is not None:

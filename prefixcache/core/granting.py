@@ -17,7 +17,8 @@ from prefixcache.core.commands import Command, Grant, Reserved, SetGenerations
 from prefixcache.core.events import ReserveRequested
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Slots
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.radix import FILLING, ROW_DTYPE, VISIBLE, WAITING, Node, Path, Pin, hot_from
+from prefixcache.core.policy.base import UNKNOWN_BIRTH, Birth
+from prefixcache.core.radix import FILLING, ROW_BYTES, ROW_DTYPE, VISIBLE, WAITING, Node, Path, Pin, hot_from
 from prefixcache.core.reasons import Kind, Refusal, Skip
 from prefixcache.core.removal import Remover
 from prefixcache.core.reservations import Reservation
@@ -28,7 +29,10 @@ from prefixcache.core.state import Session, State
 class Plan:
     """What a Reserve may get: which visible blocks lack which optional parts, and how many new blocks follow."""
 
-    __slots__ = ("fresh_from", "fresh_parts", "fresh_want", "patch_blocks", "patch_parts", "patch_rows", "skipped")
+    __slots__ = (
+        "birth", "fresh_from", "fresh_keys", "fresh_parts", "fresh_want", "patch_blocks", "patch_parts", "patch_rows",
+        "skipped",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.skipped: Counter[Skip] = Counter()
@@ -37,6 +41,8 @@ class Plan:
         self.patch_parts: dict[int, NDArray[np.bool_]] = {}  # part -> bool[patches]: is wanted there
         self.fresh_from = 0
         self.fresh_want = 0
+        self.fresh_keys = b""  # of policies that remember only, as is `birth`
+        self.birth = UNKNOWN_BIRTH
         self.fresh_parts: list[int] = []
 
     def skip(self, reason: Skip, blocks: int) -> None:
@@ -80,6 +86,7 @@ class Granting:
             path = space.tree.walk(event.keys, FILLING)
         if fresh:
             self._graft(reservation, path, event.keys, fresh)
+            reservation.birth = plan.birth
         if patches:
             for pin in hold:
                 pin.holder = reservation.pins
@@ -194,6 +201,9 @@ class Granting:
             plan.skip(Skip.QUOTA, missing)
         else:
             plan.fresh_want = missing
+            if space.policy.remembers:
+                plan.fresh_keys = event.keys[plan.fresh_from * KEY_BYTES :]
+                plan.birth = _birth(path, event.keys)
             plan.fresh_parts = [part for part in range(len(space.strides)) if mask >> part & 1]
         return plan
 
@@ -232,7 +242,7 @@ class Granting:
             patch_slots = {}
         fresh_slots: dict[int, Slots] = {}
         if plan.fresh_want:
-            fresh_slots = self.room.allocate(space, plan.fresh_parts, plan.fresh_want, out)
+            fresh_slots = self._allocate_fresh(space, plan, out)
         fresh = len(next(iter(fresh_slots.values()))) if fresh_slots else 0
         plan.skip(Skip.POOL_FULL, plan.fresh_want - fresh)
         slots = {}
@@ -241,6 +251,18 @@ class Granting:
             tail = fresh_slots.get(part, np.full(fresh, NO_SLOT, np.uint32)) if fresh else head[:0]
             slots[part] = np.concatenate((head, tail))
         return slots, patches, fresh
+
+    def _allocate_fresh(self, space: Namespace, plan: Plan, out: list[Command]) -> dict[int, Slots]:
+        """Slots for what the pool can hold of the fresh blocks, and what the policy finds worth it."""
+        policy = space.policy
+        if not policy.remembers:
+            return self.room.allocate(space, plan.fresh_parts, plan.fresh_want, out)
+        bids = policy.expected(space, plan.fresh_keys, plan.birth)
+        slots = self.room.allocate(space, plan.fresh_parts, plan.fresh_want, out, bids)
+        refused = plan.fresh_keys[len(next(iter(slots.values()))) * KEY_BYTES :]
+        if refused:
+            policy.refused(space, refused, plan.birth)
+        return slots
 
     def _allocate_patches(self, space: Namespace, plan: Plan, out: list[Command]) -> dict[int, Slots] | None:
         """All patches or none: they are few, and half of one is of no use."""
@@ -275,6 +297,8 @@ class Granting:
         assert parent is not None
         node.state = VISIBLE if parent.state == VISIBLE else WAITING
         space.table.touched[node.row_array()] = self.state.tick
+        if space.policy.remembers:
+            space.policy.stored(space, node, UNKNOWN_BIRTH)
         return Path([*path.nodes, node], end)
 
     def _graft_node(self, space: Namespace, path: Path, edge: bytes) -> Node:
@@ -284,3 +308,9 @@ class Granting:
         if parent is not None:
             space.policy.remove_leaf(hot_from(parent))
         return node
+
+
+def _birth(path: Path, keys: bytes) -> Birth:
+    """How the blocks of `keys` behind `path` came."""
+    hit_row = int.from_bytes(path.packed_rows()[-ROW_BYTES:], "little") if path.blocks > 1 else -1
+    return Birth(len(keys) // KEY_BYTES - path.blocks, hit_row, keys[-KEY_BYTES:])

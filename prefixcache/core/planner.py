@@ -79,6 +79,8 @@ class Planner:
         out: list[Command] = []
         state = self.state
         state.tick += 1
+        clock = state.clock
+        clock.now, clock.tick = now, state.tick
         if state.deadlines.next_due <= now:
             self._end_due(now, out)
         handler = self._handlers.get(type(event))

@@ -116,6 +116,8 @@ class Remover:
         parent = node.parent
         if whole:
             space.policy.remove_leaf(node)
+        if space.policy.remembers:
+            space.policy.evicted(space, node, count)
         self._cut(space, node, count)
         state.stats.blocks_evicted += count
         if not whole:
@@ -211,6 +213,8 @@ class Remover:
         """Gives rows and the slots they hold back."""
         if space.on_disk:
             self._forget_records(space, rows)
+        if space.policy.remembers:
+            space.policy.forgotten(space, rows)
         for slots in space.table.release(rows):
             self.release_slots(slots[slots != NO_SLOT] if space.optional_parts or space.on_disk else slots)
 

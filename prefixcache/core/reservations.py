@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from prefixcache.core.commands import Reserved
 from prefixcache.core.events import Coverage
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, ReservationId, SessionId, Slots
+from prefixcache.core.policy.base import UNKNOWN_BIRTH
 from prefixcache.core.radix import Node, Pin
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class Reservation:
     """See the module's rules. `expired`: keys are free, slots are quarantined."""
 
     __slots__ = (
-        "blocks", "covered", "deadline", "ended", "expired", "fresh", "generation", "nodes", "patch_rows", "pins",
-        "reply", "reservation", "session", "slots", "space", "status",
+        "birth", "blocks", "covered", "deadline", "ended", "expired", "fresh", "generation", "nodes", "patch_rows",
+        "pins", "reply", "reservation", "session", "slots", "space", "status",
     )  # fmt: skip
 
     def __init__(self, space: Namespace, session: SessionId, reply: Reserved, fresh: int) -> None:
@@ -43,6 +44,7 @@ class Reservation:
         self.reservation: ReservationId = reply.reservation
         self.reply = reply
         self.blocks = reply.blocks
+        self.birth = UNKNOWN_BIRTH
         self.generation = reply.generation
         self.slots: dict[int, Slots] = {grant.part: grant.slots for grant in reply.grants}
         self.fresh = fresh

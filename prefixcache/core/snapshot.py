@@ -16,6 +16,7 @@ from prefixcache.core.commands import Change, Command, SetGenerations, SnapshotL
 from prefixcache.core.events import SnapshotRestored
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, GroupKind, NamespaceKind, Slots
 from prefixcache.core.namespaces import Namespace
+from prefixcache.core.policy.base import UNKNOWN_BIRTH
 from prefixcache.core.radix import ROW_DTYPE, VISIBLE, Node, Path, subtree
 from prefixcache.core.reasons import Kind, Refusal
 from prefixcache.core.removal import Remover
@@ -114,6 +115,8 @@ class Snapshots:
             space.table.touched[rows] = np.minimum(np.frombuffer(touched, "<u8")[:count], self.state.tick)
             for part, (slots, digests, known) in enumerate(parts):
                 self._load_part(space, part, (node, slots, digests, known), generation, orders)
+            if space.policy.remembers:
+                space.policy.stored(space, node, UNKNOWN_BIRTH)
             self.state.publish_blocks(Change.STORED, node, 0, orders)
         return blocks
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from prefixcache.core.ids import HOST_POOL, SLOT_GRANULE, GroupKind, NamespaceKind, PoolId, Tier
+from prefixcache.core.policy.names import DEFAULT as DEFAULT_POLICY
 
 MAX_BLOCK_TOKENS = 65_536
 MAX_GROUPS = 16
@@ -132,6 +133,7 @@ class PlannerConfig:
 
     first_generation: the counter's start, from the server's incarnation, so that no restart repeats a generation (> 0).
     ready_bytes: how much of each pool is pre-faulted at start; more by `CapacityReady`. None: all of it.
+    policy: which leaf goes first, one of `policy.names`; policy_seed: for those that draw lots.
     publish: whether `Published` commands are made; checksum: whether `ComputeChecksum` commands are made.
     """
 
@@ -139,6 +141,8 @@ class PlannerConfig:
     first_generation: int = 1
     ready_bytes: int | None = None
     compare_classes_every: int = 64  # grants that had to evict between two looks at the other slot classes
+    policy: str = DEFAULT_POLICY
+    policy_seed: int = 0
     publish: bool = False
     checksum: bool = False
     disk: DiskSpec | None = None  # there is a disk tier

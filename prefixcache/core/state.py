@@ -16,8 +16,9 @@ from prefixcache.core.ids import ID_BYTES, KEY_BYTES, LeaseId, NamespaceId, Rese
 from prefixcache.core.leases import Lease
 from prefixcache.core.ledger import Stats
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.policy.base import EvictionPolicy
+from prefixcache.core.policy.base import Clock, EvictionPolicy
 from prefixcache.core.policy.lru import LeafLru
+from prefixcache.core.policy.registry import make_policy
 from prefixcache.core.policy.tiered import TieredLeaves
 from prefixcache.core.radix import Node
 from prefixcache.core.reasons import Kind, Refusal
@@ -57,6 +58,7 @@ class State:
         self.reservations: dict[ReservationId, Reservation] = {}
         self.policies: dict[tuple[int, ...], EvictionPolicy] = {}
         self.disk = Disk()
+        self.clock = Clock()
         self.deadlines = Deadlines()
         self.stats = Stats()
         self.expired_leases: OrderedDict[LeaseId, None] = OrderedDict()
@@ -95,7 +97,10 @@ class State:
         return policy
 
     def _new_policy(self) -> EvictionPolicy:
-        return TieredLeaves(LeafLru(), LeafLru()) if self.config.disk is not None else LeafLru()
+        config = self.config
+        if config.disk is not None:
+            return TieredLeaves(LeafLru(), LeafLru())
+        return make_policy(config.policy, self.clock, config.policy_seed)
 
     def remember_end(
         self, session: SessionId, reservation: ReservationId, outcome: Committed | Aborted | Refused

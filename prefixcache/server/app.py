@@ -188,7 +188,7 @@ class Daemon:
         self.memory.start(self._capacity_ready)
         if self.disk is not None:
             self.disk.start(self.shell)
-        self._start_local()  # first: a worker that finds gRPC alone takes the slow way for as long as it lives
+        self._start_local()  # before gRPC: a worker that finds that alone takes the slow way for as long as it lives
         self._start_grpc()
         if config.http:
             self._start_http()
@@ -305,6 +305,8 @@ def _planner_config(config: Config, memory: HostMemory, disk: DiskStore | None) 
         ready_bytes=0 if memory.snapshot is None else None,
         checksum=config.checksums,
         disk=disk.spec() if disk is not None else None,
+        policy=config.policy,
+        policy_seed=secrets.randbits(_GENERATION_BITS),
         limits=Limits(
             max_sessions=config.max_sessions,
             max_namespaces=config.max_namespaces,

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
+from prefixcache.core.policy.names import DEFAULT as DEFAULT_POLICY
+from prefixcache.core.policy.names import NAMES as POLICIES
 from prefixcache.server import defaults, units
 
 ENV_PREFIX: Final = "PREFIXCACHE_"
@@ -70,6 +72,7 @@ class Config:
     disk_flush_timeout: float = _time(10.0, "how long a graceful stop writes what only memory holds")
     disk_stall: float = _time(5.0, "a disk call that takes longer turns the tier off until it works again")
     disk_retry: float = _time(5.0, "first pause before a disk tier that is off is tried again")
+    policy: str = _text(DEFAULT_POLICY, f"which cached block goes first: {', '.join(POLICIES)}")
     session_ttl: float = _time(30.0, "time to live of a gRPC session without a sign of life")
     session_ttl_max: float = _time(3600.0, "longest time to live a session may ask for")
     lease_ttl: float = _time(30.0, "time to live of a lease that asks for none")
@@ -224,11 +227,18 @@ def _check(config: Config) -> None:
                 raise ConfigError(f"{key}: {error}") from error
     if config.max_message_bytes < _LEAST_MESSAGE_BYTES:
         raise ConfigError(f"max_message_bytes must be at least {units.format_size(_LEAST_MESSAGE_BYTES)}")
+    _one_of("policy", config.policy, POLICIES)
     _one_of("log_format", config.log_format, ("human", "json"))
     _one_of("log_level", config.log_level, ("debug", "info", "warning", "error"))
     _check_socket(config.socket)
+    _check_together(config)
+
+
+def _check_together(config: Config) -> None:
     if config.warm_restart and not config.checksums:
         raise ConfigError("warm_restart needs checksums: what cannot be verified is not kept")
+    if config.disk and config.policy != DEFAULT_POLICY:
+        raise ConfigError(f"policy {config.policy!r} cannot order two tiers yet; with a disk it is {DEFAULT_POLICY}")
 
 
 def _check_socket(path: str) -> None:

@@ -10,11 +10,10 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from google.protobuf.json_format import MessageToJson
-
 from prefixcache.server import units
 from prefixcache.server.health import Health
 from prefixcache.server.metrics import Metrics
+from prefixcache.server.report import describe_stats
 from prefixcache.server.stats import Statistics
 
 if TYPE_CHECKING:
@@ -126,5 +125,4 @@ class Sources:
         from aiohttp import web
 
         stats = await asyncio.to_thread(self._statistics.snapshot)
-        text = MessageToJson(stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-        return web.Response(text=text, content_type="application/json")
+        return web.json_response(describe_stats(stats))

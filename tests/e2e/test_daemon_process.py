@@ -241,7 +241,8 @@ def test_http_tells_health_metrics_and_stats(daemon: DaemonProcess) -> None:
     assert fetch(address + "/healthz").startswith("serving")
     assert fetch(address + "/readyz").startswith("serving")
     stats = json.loads(fetch(address + "/stats.json"))
-    assert stats["tokens"]["pending"] == "32"
+    assert stats["tokens"]["pending"] == 32
+    assert next(iter(stats["tiers"]))["tier"] == "host"
     assert {part["part"] for part in stats["parts"]} >= {"planner", "executor", "local channel", "http", "grpc"}
     worker.driver.close()
 

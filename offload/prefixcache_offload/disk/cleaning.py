@@ -175,8 +175,6 @@ class _Freeing:
                     shared.counters.files_left += 1
                 self._writer.fail(error)
         shared.close_fds(fds)
-        with shared.lock:
-            shared.lock.notify_all()
         self._done(Freed(self._number, not self._stay, self._outcomes, self._result))
 
 

@@ -16,25 +16,26 @@ class DiskOptions:
     """What the tier may use.
 
     cap_bytes: hard cap of the whole directory, everything counted. segment_bytes: of a new segment; older ones keep
-    theirs. queue_bytes: payload waiting to be written before further writes are dropped. batch_bytes: aim of one
-    write call. read_bytes: most payload of one read call. write_patience_s: longest a waiting write lets reads go
-    first. stall_s: a call that takes longer marks the tier stalled. retry_s: first pause before a tier that is off
-    tries again, doubled up to retry_max_s. writers/readers: threads; 0 of both: the owner calls `pump` itself.
+    theirs. queue_bytes: payload waiting to be written before further writes are dropped. batch_bytes: aim of one write
+    call. read_bytes: most payload of one read call; the first of a job takes a quarter. write_patience_s: longest a
+    waiting write lets reads go first. stall_s: a call that takes longer marks the tier stalled. retry_s: first pause
+    before a tier that is off tries again, doubled up to retry_max_s. writers/readers: threads; 0 of both: the owner
+    calls `pump` itself. The defaults for sizes and threads are those that measured best beside fio.
     """
 
     cap_bytes: int
     segment_bytes: int = 256 << 20
     meta_bytes: int = 1 << 20
     queue_bytes: int = 256 << 20
-    batch_bytes: int = 2 << 20
-    read_bytes: int = 4 << 20
+    batch_bytes: int = 4 << 20
+    read_bytes: int = 8 << 20
     write_patience_s: float = 0.02
     stall_s: float = 5.0
     retry_s: float = 5.0
     retry_max_s: float = 60.0
     read_errors_until_off: int = 3
-    writers: int = 3
-    readers: int = 4
+    writers: int = 4
+    readers: int = 3
 
     def __post_init__(self) -> None:
         """Raise DiskRefused when these sizes cannot work."""

@@ -89,7 +89,7 @@ class Reader:
                 self._queue.extend(_Group(job, index) for index in groups)
                 self.queued_bytes += int(job.entries["length"].sum(dtype=np.int64))
                 shared.reads_pending += len(groups)
-                shared.lock.notify_all()
+                shared.reads_wait.notify(len(groups))
         if off and count:
             self._end(_Group(job, list(range(count))), np.full(count, why, np.uint8), job.entries)
 
@@ -105,12 +105,12 @@ class Reader:
         """Block until `step` may have something to do; False once the tier closes."""
         shared = self._shared
         with shared.lock:
-            shared.lock.wait_for(lambda: shared.closing or bool(self._queue))
+            shared.reads_wait.wait_for(lambda: shared.closing or bool(self._queue))
             return not shared.closing or bool(self._queue)
 
-    def idle(self) -> bool:
-        """Nothing waits and nothing is in the kernel; the lock is held."""
-        return not self._shared.reads_pending
+    def _fewer_pending(self) -> None:
+        if not self._shared.reads_pending:
+            self._shared.reads_done.notify_all()
 
     def step(self) -> bool:
         """Read one group. False if there was none."""
@@ -144,7 +144,7 @@ class Reader:
         with shared.lock:
             shared.reads_pending -= 1
             shared.counters.read_bytes += int(wanted["length"][outcomes == Outcome.OK].sum(dtype=np.int64))
-            shared.lock.notify_all()
+            self._fewer_pending()
         self._end(group, outcomes, found)
         return True
 
@@ -206,7 +206,7 @@ class Reader:
             shared.reads_pending -= len(dropped)
             for group in dropped:
                 self.queued_bytes -= int(group.job.entries["length"][group.which].sum(dtype=np.int64))
-            shared.lock.notify_all()
+            self._fewer_pending()
         for group in dropped:
             wanted = group.job.entries[group.which]
             self._end(group, np.full(len(wanted), outcome, np.uint8), wanted)

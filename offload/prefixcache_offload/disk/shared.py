@@ -96,7 +96,13 @@ class Shared:
         self.disk: Disk = directory.disk
         self.options = options
         self.clock = clock
-        self.lock = threading.Condition(threading.RLock())
+        self.lock = threading.RLock()
+        # One condition per question, so that an answer wakes only who asked: eight threads waking for every record
+        # would cost more than the record.
+        self.reads_wait = threading.Condition(self.lock)
+        self.writes_wait = threading.Condition(self.lock)
+        self.reads_done = threading.Condition(self.lock)
+        self.writes_done = threading.Condition(self.lock)
         self.health = Health(clock, options.retry_s, options.retry_max_s)
         self.counters = Counters()
         self.table = SegmentTable(directory, options)
@@ -138,6 +144,11 @@ class Shared:
         finally:
             with self.lock:
                 del self.calls[number]
+
+    def wake_all(self) -> None:
+        """The tier closes: whoever waits looks again. The lock is held."""
+        for condition in (self.reads_wait, self.writes_wait, self.reads_done, self.writes_done):
+            condition.notify_all()
 
     def close_fds(self, fds: list[int]) -> None:
         """Close descriptors; without the lock. An error here loses nothing: data calls have reported theirs."""

@@ -87,7 +87,6 @@ class Tail:
         with shared.lock:
             segment.writes -= seal
             fds = shared.table.idle_fd(segment) if segment.stage is Stage.FREED else []
-            shared.lock.notify_all()
         shared.close_fds(fds)
 
     def _seal(self, segment: Segment) -> None:

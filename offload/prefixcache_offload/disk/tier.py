@@ -229,7 +229,7 @@ class DiskTier:
             self.pump()
         with shared.lock:
             mark = shared.draw_sequences(1)
-            if not shared.lock.wait_for(lambda: self._writer.has_ended(mark), timeout=timeout_s):
+            if not shared.writes_done.wait_for(lambda: self._writer.has_ended(mark), timeout=timeout_s):
                 return False
             if shared.health.writes_off is not None:
                 return False
@@ -250,7 +250,7 @@ class DiskTier:
             self.flush(timeout_s)
         with shared.lock:
             shared.closing = True
-            shared.lock.notify_all()
+            shared.wake_all()
         self._reader.drop_all(Outcome.SHUT_DOWN)
         self._writer.drop_all(Outcome.SHUT_DOWN)
         self._prober.stop()

@@ -95,7 +95,7 @@ class Writer:
             if job.admitted is not None:
                 job.admitted(entries)
             refusals = [self._admit(job, i, gone=bool(gone)) for i, gone in enumerate(revoked)]
-            shared.lock.notify_all()
+            shared.writes_wait.notify(len(entries))
         outcomes = np.array(refusals, np.uint8)
         refused = np.flatnonzero(outcomes)
         if refused.size:
@@ -124,9 +124,9 @@ class Writer:
         """Block until `step` may have something to do; False once the tier closes. Lets reads go first for a while."""
         shared = self._shared
         with shared.lock:
-            shared.lock.wait_for(lambda: shared.closing or self._waiting())
+            shared.writes_wait.wait_for(lambda: shared.closing or self._waiting())
             if shared.reads_pending and not shared.closing:
-                shared.lock.wait_for(
+                shared.reads_done.wait_for(
                     lambda: not shared.reads_pending or shared.closing, timeout=shared.options.write_patience_s
                 )
             return not shared.closing or bool(self._queue or self._again)
@@ -198,6 +198,9 @@ class Writer:
             self.fail(error)
         self._end_batch(batch, outcome)
         self.tail.settle(batch.segment)
+        with shared.lock:
+            self._active.remove(int(batch.entries["sequence"][0]))
+            shared.writes_done.notify_all()
 
     def _buffers(self, batch: _Batch) -> list[memoryview]:
         """Header, payload, header, payload: the payload where it lies if direct calls accept it there."""
@@ -219,7 +222,6 @@ class Writer:
     def _written(self, batch: _Batch, *, ok: bool) -> None:
         """Count a batch that came back; the lock is held."""
         shared = self._shared
-        self._active.remove(int(batch.entries["sequence"][0]))
         batch.segment.writes -= 1
         if not ok:
             self.tail.leave(batch.segment)
@@ -232,7 +234,6 @@ class Writer:
                     shared.counters.again_bytes += item.length
                 else:
                     shared.counters.written_bytes += item.length
-        shared.lock.notify_all()
 
     def _end_batch(self, batch: _Batch, outcome: Outcome) -> None:
         for i, item in enumerate(batch.items):
@@ -262,7 +263,8 @@ class Writer:
         finally:
             with shared.lock:
                 self._opening = False
-                shared.lock.notify_all()
+                shared.writes_wait.notify_all()
+                shared.writes_done.notify_all()
         self._end_all(dropped, Outcome.NO_ROOM)
 
     def _next_segment(self) -> tuple[Segment | None, list[_Item]]:
@@ -292,7 +294,7 @@ class Writer:
             self._again.clear()
             self._queue.clear()
             self._queued_bytes = 0
-            self._shared.lock.notify_all()
+            self._shared.writes_done.notify_all()
         self._end_all(dropped, outcome)
 
     def _end_all(self, items: list[_Item], outcome: Outcome) -> None:

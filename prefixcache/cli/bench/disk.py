@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -65,14 +66,21 @@ def run(plan: Plan, progress: Progress, where: Path | None = None) -> dict[str, 
 
 
 def _round(number: int, limit: Rate, ours: _Ours, samples: dict[str, list[float]]) -> None:
-    """Every case once: writes before reads, because they make what is read; each round begins with another one."""
-    for what in ("write", "read"):
-        cases: list[tuple[str, Callable[[], float]]] = [(what, getattr(ours, what))]
-        cases += [(f"{what} {jobs}", partial(limit, what, jobs)) for jobs in JOBS]
-        start = number % len(cases)
-        for name, measure in cases[start:] + cases[:start]:
-            samples.setdefault(name, []).append(measure())
+    """Every case once, in an order of its own each round. Each reads what it has just written, because a disk behind a
+    hypervisor reads back sooner what was written last."""
+    cases: list[tuple[str, Callable[[str], float]]] = [
+        ("", lambda what: ours.write() if what == "write" else ours.read())
+    ]
+    cases += [(f" {jobs}", partial(_swapped, limit, jobs)) for jobs in JOBS]
+    random.Random(number).shuffle(cases)
+    for name, measure in cases:
+        for what in ("write", "read"):
+            samples.setdefault(what + name, []).append(measure(what))
     ours.clean()
+
+
+def _swapped(limit: Rate, jobs: int, what: str) -> float:
+    return limit(what, jobs)
 
 
 @contextmanager

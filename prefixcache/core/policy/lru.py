@@ -11,13 +11,14 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 
+from prefixcache.core.policy.base import Forgetful, run_of_one_use
 from prefixcache.core.radix import NOT_QUEUED, Node
 
 _IN_ORDER = -2
 _TOLERATED = 64  # stale heap entries that are not worth a clean-up
 
 
-class LeafLru:
+class LeafLru(Forgetful):
     """See `EvictionPolicy`. `rank` is _IN_ORDER, the serial of its heap entry, or NOT_QUEUED."""
 
     def __init__(self) -> None:
@@ -74,6 +75,9 @@ class LeafLru:
         if aged and (first is None or aged[0][0] < first.tick):
             return aged[0][2]
         return first
+
+    def run_length(self, node: Node, most: int) -> int:
+        return run_of_one_use(node, most)
 
     def leaf_count(self) -> int:
         return len(self._order) + self._aged_live

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefixcache.core.policy.base import EvictionPolicy
+from prefixcache.core.policy.base import EvictionPolicy, Forgetful, equal_tail
 from prefixcache.core.radix import NOT_QUEUED, Node
 
 _LOOKED_AT = 256  # blocks off a tail; a longer clean stretch counts as this long
 
 
-class TieredLeaves:
+class TieredLeaves(Forgetful):
     """An `EvictionPolicy` made of two. `clean_blocks`: blocks that could leave memory now and lose nothing."""
 
     def __init__(self, clean: EvictionPolicy, dirty: EvictionPolicy) -> None:
@@ -42,6 +42,18 @@ class TieredLeaves:
 
     def victim(self) -> Node | None:
         return self.clean.victim() or self.dirty.victim()
+
+    def run_length(self, node: Node, most: int) -> int:
+        space = node.space
+        if most == 1 or space is None:
+            return 1
+        tail = node.row_array()[-most:]
+        touched = space.table.touched[tail]
+        differs = touched != touched[-1]
+        if space.on_disk:
+            clean = space.table.is_clean(tail)
+            differs |= clean != clean[-1]
+        return equal_tail(differs)
 
     def leaf_count(self) -> int:
         return self.clean.leaf_count() + self.dirty.leaf_count()

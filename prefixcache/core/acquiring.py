@@ -338,7 +338,10 @@ class Acquiring:
 def _remember(space: Namespace, path: Path) -> None:
     """A prompt hit these blocks; only some policies want to know."""
     if space.policy.remembers and path.blocks:
-        space.policy.used(space, np.frombuffer(path.packed_rows(), ROW_DTYPE))
+        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
+        if space.cold_blocks:
+            rows = rows[space.table.parts[0].slots[rows] != NO_SLOT]
+        space.policy.used(space, rows)
 
 
 def _node_at(path: Path, end: int) -> Node:

@@ -237,8 +237,6 @@ def _check(config: Config) -> None:
 def _check_together(config: Config) -> None:
     if config.warm_restart and not config.checksums:
         raise ConfigError("warm_restart needs checksums: what cannot be verified is not kept")
-    if config.disk and config.policy != DEFAULT_POLICY:
-        raise ConfigError(f"policy {config.policy!r} cannot order two tiers yet; with a disk it is {DEFAULT_POLICY}")
 
 
 def _check_socket(path: str) -> None:

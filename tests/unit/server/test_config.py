@@ -128,5 +128,5 @@ def test_a_policy_that_remembers_does_not_order_two_tiers_yet(tmp_path: Path) ->
 def test_the_policy_is_one_of_those_there_are() -> None:
     assert load(environ={}).config.policy == "lru"
     assert load({"policy": "tg"}, environ={}).config.policy == "tg"
-    with pytest.raises(ConfigError, match="policy must be one of lru, lru2, .*, tg, got 'fifo'"):
+    with pytest.raises(ConfigError, match=r"policy must be one of lru, lru2, .*, tg, got 'fifo'"):
         load({"policy": "fifo"}, environ={})

@@ -46,8 +46,7 @@ def test_more_blocks_than_the_pool_holds_bid_for_what_it_holds() -> None:
 
 
 def test_bids_give_up_from_the_end() -> None:
-    bids = Bids([3.0, 1.0])
-    assert bids.gives_up(2.0)
-    assert not bids.gives_up(2.0)
-    assert bids.gives_up(3.5)
-    assert not bids.gives_up(9.0)
+    bids = Bids([3.0, 0.0, 2.0, 1.0, 1.5])
+    assert (bids.give_up(2.0, 9), bids.worths) == (2, [3.0, 0.0, 2.0])
+    assert (bids.give_up(2.0, 9), bids.give_up(2.5, 1), bids.give_up(9.0, 9)) == (0, 1, 2)
+    assert bids.give_up(9.0, 9) == 0

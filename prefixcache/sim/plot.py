@@ -31,6 +31,9 @@ def save_plot(rows: Sequence[Row], title: str, path: Path) -> None:
         style = "--" if policy == OPTIMUM else "-"
         axes.plot([blocks for blocks, _ in mine], [ratio for _, ratio in mine], style, marker="o", label=policy)
     axes.set_xscale("log")
+    capacities = sorted({row.capacity_blocks for row in rows})
+    axes.set_xticks(capacities, [f"{blocks:,}" for blocks in capacities])
+    axes.minorticks_off()
     axes.set_xlabel("capacity, blocks")
     axes.set_ylabel("token hit ratio, %")
     axes.set_ylim(bottom=0)

@@ -45,14 +45,15 @@ def gittins_index(hazards: Floats) -> Floats:
 
     With survival S and T the area under it, the ratio from bin a to horizon b is (S[a] - S[b]) / (T[b] - T[a]).
     """
-    classes = len(hazards)
-    survival = np.concatenate((np.ones((classes, 1)), np.cumprod(1 - hazards, axis=1)), axis=1)
-    survival = np.maximum(survival, _LEAST_SURVIVAL)
+    # Bins first: then each step works on whole rows of classes that lie next to each other.
+    survival = np.ones((hazards.shape[1] + 1, len(hazards)))
+    np.cumprod(1 - hazards.T, axis=0, out=survival[1:])
+    np.maximum(survival, _LEAST_SURVIVAL, out=survival)
     # Reuses are spread evenly over a bin.
-    area = np.cumsum((survival[:, :-1] + survival[:, 1:]) / 2 * _WIDTHS_S, axis=1)
-    area = np.concatenate((np.zeros((classes, 1)), area), axis=1)
-    index = np.empty_like(hazards)
+    area = np.zeros_like(survival)
+    np.cumsum((survival[:-1] + survival[1:]) / 2 * _WIDTHS_S[:, None], axis=0, out=area[1:])
+    index = np.empty(hazards.shape)
     for start in range(hazards.shape[1]):
-        chance = survival[:, start, None] - survival[:, start + 1 :]
-        index[:, start] = (chance / (area[:, start + 1 :] - area[:, start, None])).max(axis=1)
+        chance = survival[start] - survival[start + 1 :]
+        index[:, start] = (chance / (area[start + 1 :] - area[start])).max(axis=0)
     return index

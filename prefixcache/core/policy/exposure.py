@@ -43,7 +43,7 @@ class Exposure:
             self._starts[self._used] = now
             self._used += 1
         self._ends[self._used - 1] = now
-        np.add.at(self._counts[self._used - 1], classes, 1)
+        self._counts[self._used - 1] += np.bincount(classes, minlength=self._classes)
 
     def remove(self, classes: NDArray[np.int64], times_s: Floats) -> None:
         """Blocks of these classes, last used then, wait no longer."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from prefixcache.core.ids import Rows
-from prefixcache.core.policy.base import Birth, tail_row
+from prefixcache.core.policy.base import Birth, equal_tail, tail_row
 from prefixcache.core.policy.heap import HeapPolicy, LeafHeap
 from prefixcache.core.policy.memory import Columns
 from prefixcache.core.radix import Node
@@ -37,8 +37,13 @@ class LeafGdsf(HeapPolicy):
         return self._heap.first()
 
     def run_length(self, node: Node, most: int) -> int:
-        """The block in front of the tail is cheaper; its uses are its own."""
-        return 1
+        """What is worth less than the least of the leaves is the next victim in any case."""
+        if most == 1 or node.space is None:
+            return 1
+        priorities = self._columns.of(node.space)["priority"][node.row_array()[-most:]]
+        stays = priorities >= priorities[-1]
+        stays[-1] = False
+        return equal_tail(stays)
 
     def used(self, space: Namespace, rows: Rows) -> None:
         columns = self._columns.of(space)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from prefixcache.core.ids import Rows
-from prefixcache.core.policy.base import Birth, tail_row
+from prefixcache.core.policy.base import Birth, equal_tail, tail_row
 from prefixcache.core.policy.heap import HeapPolicy, LeafHeap
 from prefixcache.core.policy.memory import Columns, Ghosts, Population, ghost_keys, tail_keys
 from prefixcache.core.radix import Node
@@ -49,8 +49,15 @@ class LeafS3Fifo(HeapPolicy):
                 return node
 
     def run_length(self, node: Node, most: int) -> int:
-        """The block in front of the tail has hits of its own."""
-        return 1
+        """As many as came together and would not be passed over, and not more than the small queue is too long."""
+        if most == 1 or node.space is None:
+            return 1
+        tail = self._columns.of(node.space)[node.row_array()[-most:]]
+        queue = tail["queue"][-1]
+        places = tail["place"] + np.arange(len(tail))
+        run = equal_tail((tail["queue"] != queue) | (tail["hits"] > (queue == _SMALL)) | (places != places[-1]))
+        surplus = -(-(self._small * _SMALL_SHARE - self._population.peak) // _SMALL_SHARE)
+        return run if queue == _MAIN else min(run, max(surplus, 1))
 
     def used(self, space: Namespace, rows: Rows) -> None:
         hits = self._columns.of(space)["hits"]

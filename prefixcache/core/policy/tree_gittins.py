@@ -142,6 +142,7 @@ class TreeGittins:
         columns["traits"][rows] = traits
         self._begin(columns, rows, classes)
         self._population.add(len(rows))
+        self._drop_ghosts()
 
     def refused(self, space: Namespace, keys: bytes, birth: Birth) -> None:
         """What got no room may be wanted again all the same."""
@@ -165,13 +166,18 @@ class TreeGittins:
     ) -> tuple[Classes, Classes, Classes]:
         """(times seen, traits, class) of blocks that come now, `known` as ghosts or not. at_end: they end a prompt."""
         now = self._clock.now
-        seen, last, ages = (np.array(column) for column in zip(*(_recall(ghost, now) for ghost in known), strict=True))
-        if known[-1] is None:
-            last[-1] = at_end
         prefix = prefix_kind(int(self._columns.of(space)["seen"][birth.hit_row])) if birth.hit_row >= 0 else 0
-        traits = prefix * 2 + last
-        again = class_seen_again(seen, traits, ages)
-        return seen, traits, np.where(seen > 1, again, class_of_new(birth.new_blocks, traits))
+        seen = np.ones(len(known), np.int64)
+        traits = np.full(len(known), prefix * 2)
+        traits[-1] += at_end
+        classes = class_of_new(birth.new_blocks, traits)
+        back = [place for place, ghost in enumerate(known) if ghost is not None]
+        if back:
+            recalled = np.array([_recall(ghost, now) for ghost in known if ghost is not None])
+            seen[back] = recalled[:, 0]
+            traits[back] = prefix * 2 + recalled[:, 1].astype(np.int64)
+            classes[back] = class_seen_again(seen[back], traits[back], recalled[:, 2])
+        return seen, traits, classes
 
     def _end(self, waited: list[tuple[int, float]], *, reused: bool) -> None:
         if waited:
@@ -185,7 +191,6 @@ class TreeGittins:
             if entry[0]:
                 self._ghosts.add(name, entry)
         self._gone(columns, rows)
-        self._drop_ghosts()
 
     def forgotten(self, space: Namespace, rows: Rows) -> None:
         columns = self._columns.of(space)
@@ -206,6 +211,7 @@ class TreeGittins:
 
     def _drop_ghosts(self) -> None:
         dropped = []
+        # Not at each eviction: there are many, each followed by a storing or a refusal.
         while len(self._ghosts) > GHOSTS_PER_BLOCK * self._population.peak:
             dropped.append(self._ghosts.pop_oldest()[2:])
         self._end(dropped, reused=False)
@@ -233,8 +239,6 @@ def class_seen_again(seen: Classes, traits: NDArray[Any], waited_s: Floats) -> C
     return _FIRST_SEEN_AGAIN + 2 * kinds + (waited_s < QUICK_S)
 
 
-def _recall(ghost: Ghost | None, now: float) -> tuple[int, int, float]:
-    """(times seen with this one, whether last when it first came, seconds since) of a block that comes now."""
-    if ghost is None:
-        return 1, 0, 0.0
+def _recall(ghost: Ghost, now: float) -> tuple[int, int, float]:
+    """(times seen with this one, whether last when it first came, seconds since) of a ghost that comes back."""
     return min(ghost[0] + 1, _MOST_SEEN), ghost[1] & 1, now - ghost[3]

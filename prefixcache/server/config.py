@@ -231,10 +231,6 @@ def _check(config: Config) -> None:
     _one_of("log_format", config.log_format, ("human", "json"))
     _one_of("log_level", config.log_level, ("debug", "info", "warning", "error"))
     _check_socket(config.socket)
-    _check_together(config)
-
-
-def _check_together(config: Config) -> None:
     if config.warm_restart and not config.checksums:
         raise ConfigError("warm_restart needs checksums: what cannot be verified is not kept")
 

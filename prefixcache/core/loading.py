@@ -27,6 +27,7 @@ from prefixcache.core.spec import DiskSpec
 from prefixcache.core.state import State
 from prefixcache.core.table import NO_SEGMENT
 
+_MARGIN = 1.05  # loading must be faster than computing by so much, as nobody knows the disk's speed exactly
 _WAITING, _CAME, _FAILED, _LOST, _PLACED = range(5)
 
 
@@ -110,14 +111,24 @@ class Loader:
         cold[:first] = False
         if not cold.any():
             return wish
-        self._cut_by_time(event, space, (rows, cold), now, wish)
+        self._cut_by_time(event, space, (rows, cold), wish)
         if wish.end > first and cold[: wish.end].any():
             self._begin(space, path, (rows[: wish.end], cold[: wish.end]), wish, now, out)
+        elif wish.stop is Miss.SLOWER_THAN_RECOMPUTE and self.meter.in_doubt(now):
+            self._try_one(space, path, (rows, cold), now, out)
         wish.cold = cold[first : wish.end] if wish.end > first and cold[: wish.end].any() else None
         return wish
 
+    def _try_one(
+        self, space: Namespace, path: Path, found: tuple[Rows, NDArray[np.bool_]], now: float, out: list[Command]
+    ) -> None:
+        """Loads one block that nobody waits for: nothing else would tell that the disk has become faster."""
+        rows, cold = found
+        end = int(np.argmax(cold)) + 1
+        self._begin(space, path, (rows[:end], cold[:end]), Wish(end), now, out)
+
     def _cut_by_time(
-        self, event: AcquireRequested, space: Namespace, found: tuple[Rows, NDArray[np.bool_]], now: float, wish: Wish
+        self, event: AcquireRequested, space: Namespace, found: tuple[Rows, NDArray[np.bool_]], wish: Wish
     ) -> None:
         """Shortens the wish to what comes in time, if that beats computing."""
         rows, cold = found
@@ -128,7 +139,7 @@ class Loader:
         fresh = cold.copy()
         if space.loading:
             fresh &= self._not_coming(space, rows, cold, wish)
-        arrives = self.meter.wait_s(now) + np.cumsum(fresh) * (space.block_bytes / self.meter.bytes_per_s)
+        arrives = self.meter.wait_s() + np.cumsum(fresh) * (space.block_bytes / self.meter.bytes_per_s)
         in_time = arrives[cold] <= event.deadline_s
         if not in_time.all():
             wish.end = int(np.flatnonzero(cold)[int(np.argmin(in_time))])
@@ -136,7 +147,7 @@ class Loader:
         computes_s = event.recompute_s_per_token * space.block_tokens
         if computes_s and wish.end > hot:
             # From the first cold block on, everything would be computed instead.
-            gains = computes_s * np.arange(1, wish.end - hot + 1) - arrives[hot : wish.end]
+            gains = computes_s * np.arange(1, wish.end - hot + 1) - _MARGIN * arrives[hot : wish.end]
             best = hot + int(np.argmax(gains)) + 1 if gains.max() >= 0 else hot
             if best < wish.end:
                 wish.end, wish.stop = best, Miss.SLOWER_THAN_RECOMPUTE

@@ -5,7 +5,10 @@ Rules: time is told, never asked. Must not know: what is read.
 
 from __future__ import annotations
 
-_MEMORY_BYTES = 64 << 20  # so much of what was read last decides
+_MEMORY_BYTES = 64 << 20  # so much of what was read last decides,
+_MEMORY_PIECES = 16  # or so many pieces, whichever is less
+_LONG_BYTES = 1 << 20  # a shorter piece says more of the way there than of the speed
+_DOUBT_S = 10.0
 _MEMORY_WAITS = 8
 
 
@@ -32,15 +35,21 @@ class ReadMeter:
         self.latency_s = latency_s
         self.pending_bytes = 0
         self._since = 0.0  # of the last end, or of the first begin after nothing was under way
+        self._seen = 0.0  # when something was read last
         self._first = False
+        self._anew = False  # what comes next says more than what is known
 
-    def wait_s(self, now: float) -> float:
+    def wait_s(self) -> float:
         """Until something that is begun now begins to come."""
-        queued_s = self.pending_bytes / self.bytes_per_s
-        return self.latency_s + max(0.0, queued_s)
+        return self.latency_s + self.pending_bytes / self.bytes_per_s
+
+    def in_doubt(self, now: float) -> bool:
+        """Whether nothing is under way and what is known is so old that one read is worth learning anew."""
+        return not self.pending_bytes and now - self._seen > _DOUBT_S
 
     def begin(self, size_bytes: int, now: float) -> None:
         if not self.pending_bytes:
+            self._anew |= self.in_doubt(now)
             self._since = now
             self._first = True
         self.pending_bytes += size_bytes
@@ -52,10 +61,16 @@ class ReadMeter:
         self._since = now
         if not fine or not size_bytes:
             return
+        self._seen = now
         if self._first:
-            # The first piece pays for the way there as well.
-            beyond_s = max(took_s - size_bytes / self.bytes_per_s, 0.0)
-            self.latency_s += (beyond_s - self.latency_s) / _MEMORY_WAITS
+            # The first piece pays for the way there as well; a short one says little else, a long one nothing of it.
             self._first = False
-        weight = min(size_bytes / _MEMORY_BYTES, 0.5)
+            if size_bytes < _LONG_BYTES:
+                beyond_s = max(took_s - size_bytes / self.bytes_per_s, 0.0)
+                self.latency_s += (beyond_s - self.latency_s) * (0.5 if self._anew else 1 / _MEMORY_WAITS)
+                if not self._anew:
+                    return
+            took_s -= min(self.latency_s, took_s / 2)
+        weight = 0.5 if self._anew else min(max(size_bytes / _MEMORY_BYTES, 1 / _MEMORY_PIECES), 0.5)
+        self._anew = False
         self.bytes_per_s = 1 / ((1 - weight) / self.bytes_per_s + weight * took_s / size_bytes)

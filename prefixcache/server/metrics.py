@@ -15,7 +15,7 @@ from prefixcache.server.stats import Statistics
 from prefixcache.v1 import admin_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
 
-_GAUGES = frozenset({"slots_quarantined", "sessions_open", "background_orders"})
+_GAUGES = frozenset({"disk_write_amplification_permille", "slots_quarantined", "sessions_open", "background_orders"})
 _TIERS = ("gpu", "host", "disk", "peer")
 
 
@@ -51,6 +51,11 @@ class Metrics(Collector):
                 yield CounterMetricFamily(f"prefixcache_{counter.name}", f"{counter.name} since start", counter.value)
         yield _labelled(stats.counters, "blocks_skipped", ["reason"])
         yield _labelled(stats.counters, "refused_calls", ["method", "reason"])
+        if any(tier.tier == common.TIER_DISK for tier in stats.tiers):
+            yield _labelled(stats.counters, "disk_drops", ["reason"])
+            yield _labelled(stats.counters, "disk_recovery", ["finding"])
+            for name in ("disk_writes", "disk_reads"):
+                yield _labelled(stats.counters, name, ["outcome"])
 
     def _calls(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(
@@ -84,13 +89,15 @@ def _tiers(tiers: Iterable[pb.TierStats]) -> Iterator[Metric]:
     by_kind = GaugeMetricFamily("prefixcache_tier_bytes", "Bytes of a tier, by what they are", labels=["tier", "kind"])
     blocks = GaugeMetricFamily("prefixcache_tier_blocks", "Visible blocks", labels=["tier"])
     evicted = CounterMetricFamily("prefixcache_tier_evicted_blocks", "Blocks evicted", labels=["tier"])
+    works = GaugeMetricFamily("prefixcache_tier_on", "1 while the tier works as it should", labels=["tier"])
     for tier in tiers:
         name = common.Tier.Name(tier.tier).removeprefix("TIER_").lower()
         for kind in ("capacity", "ready", "used", "filling", "quarantined", "leased"):
             by_kind.add_metric([name, kind], getattr(tier, f"{kind}_bytes"))
         blocks.add_metric([name], tier.blocks)
         evicted.add_metric([name], tier.evicted_blocks)
-    yield from (by_kind, blocks, evicted)
+        works.add_metric([name], float(tier.state == "on"))
+    yield from (by_kind, blocks, evicted, works)
 
 
 def _namespaces(namespaces: Iterable[pb.NamespaceStats]) -> Iterator[Metric]:

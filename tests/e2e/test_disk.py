@@ -131,9 +131,9 @@ def written(daemon: DaemonProcess, blocks: int) -> bool:
     return wait_until(lambda: tier(stats_of(daemon)).blocks >= blocks)
 
 
-@pytest.mark.parametrize("local", [True, False], ids=["local", "grpc"])
-def test_what_memory_cannot_hold_comes_back_from_disk(daemons: Daemons, local: bool) -> None:
-    daemon = daemons.start()
+@pytest.mark.parametrize(("local", "policy"), [(True, "lru"), (False, "lru"), (True, "tg"), (True, "arc")])
+def test_what_memory_cannot_hold_comes_back_from_disk(daemons: Daemons, local: bool, policy: str) -> None:
+    daemon = daemons.start(f"--policy={policy}")
     options = ClientOptions(timeout_s=10, store_timeout_s=20, load_timeout_s=20, local_channel=local)
     with Client(address(daemon), options) as client:
         for prompt in range(PROMPTS):

@@ -60,9 +60,10 @@ class FakeDisk:
     def __init__(self, memory: Memory, rng: random.Random) -> None:
         self.memory = memory
         self.rng = rng
-        self.most_segments = rng.randint(2, 6)
+        self.most_segments = rng.randint(2, 10)
         self.most_records = rng.randint(2, 12)
-        self.faults = rng.choice((0.0, 0.03, 0.2))
+        self.faults = rng.choice((0.0, 0.0, 0.03, 0.2))
+        self.haste = rng.choice((0.0, 0.5, 0.9))  # how often it does something beside its turns
         self.segments: dict[int, dict[int, Record]] = {}
         self.jobs: list[Job] = []
         self.tombstones: list[tuple[int, int | None, set[bytes] | None]] = []  # (sequence, namespace, keys)

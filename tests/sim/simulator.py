@@ -100,7 +100,7 @@ class Simulator:
         # Each seed has its own temper, or nothing would ever live long enough to be hit.
         self.trouble = self.rng.choice((0.05, 0.15, 0.5))
         self.diligence = self.rng.choice((0.2, 0.6, 0.9))
-        self.slabs = self.rng.randint(2, 6)
+        self.slabs = self.rng.randint(2, 6 if "disk" not in self.flavour else 3)
         self.disk: FakeDisk | None = None
         self.recovery: Iterator[list[Event]] | None = None
         if "disk" in self.flavour:
@@ -130,12 +130,16 @@ class Simulator:
             self.act()
         elif choice < 0.85:
             self.executes()
-            for _ in range(self.rng.choice((0, 1, 3)) if self.disk is not None else 0):
+            for _ in range(self.rng.choice((0, 1, 3, 6)) if self.disk is not None else 0):
                 self.disk_works()
+        elif self.disk is not None and self.rng.random() < 0.3:
+            self.flush()
         elif self.rng.random() < self.trouble:
             self.rng.choice((self.rare, self.passes, self.talk_nonsense))()
         else:
             self.rng.choice((self.look_up, self.act))()
+        if self.disk is not None and self.rng.random() < self.disk.haste:
+            self.disk_works()
         self.check()
 
     def finish(self) -> None:
@@ -176,8 +180,12 @@ class Simulator:
         choices: list[Callable[[Worker], None]] = []
         if not worker.gone:
             choices += [self.acquire, self.acquire, self.reserve, self.reserve]
+            if self.disk is not None:
+                choices += [self.acquire] * 2
         if worker.readings:
             choices += [self.read, self.read]
+            if self.disk is not None:
+                choices += [self.read] * 4
         if worker.writings:
             choices += [self.write] * 6
         if choices:
@@ -280,8 +288,8 @@ class Simulator:
             worker.session, lease, prompt.namespace, prompt.keys, from_block, total, self.rng.choice((0.5, 5.0)), limit
         )
         if self.disk is not None:
-            event.deadline_s = self.rng.choice((0.0, 1e-5, 10.0, 10.0, 10.0))
-            event.recompute_s_per_token = self.rng.choice((0.0, 1e-6, 1.0, 1.0))
+            event.deadline_s = self.rng.choice((0.0, 1e-5, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0))
+            event.recompute_s_per_token = self.rng.choice((0.0, 1e-6, 1.0, 1.0, 1.0, 1.0, 1.0))
         self.waiting[lease] = (worker, prompt, event)
         self.send(event)
 
@@ -301,6 +309,8 @@ class Simulator:
     def read(self, worker: Worker) -> None:
         lease, reading = self.rng.choice(list(worker.readings.items()))
         choice = self.rng.random()
+        if self.disk is not None and choice < 0.3:
+            choice = 1.0  # leases that stay would keep everything in memory
         if choice < 0.4:
             reading.copy(self.memory)
         elif choice < 0.55:
@@ -549,6 +559,9 @@ class Simulator:
     def prompt(self, namespace: int | None = None) -> Prompt:
         number = self.rng.choice(list(self.specs)) if namespace is None else namespace
         letters = "".join(self.rng.choice("aaaaab") for _ in range(self.rng.choice((1, 2, 3, 4, 4, 4, 6))))
+        if self.disk is not None and self.rng.random() < 0.8:
+            # A few long prompts again and again: together more than memory holds, so that they come and go.
+            letters = self.rng.choice(("aaaa", "aabb", "abab", "bbbb", "baba", "ccaa", "cccc"))
         keys = chain(letters)
         parents = None
         if self.specs[number].kind is NamespaceKind.FOREIGN and self.rng.random() < 0.7:

@@ -39,10 +39,6 @@ def failed_reads_believed(patch: Patch) -> None:
     patch.setattr(Loader, "_judged", lambda self, load, index, ends: np.full_like(ends, ReadEnd.OK))
 
 
-def lost_blocks_kept(patch: Patch) -> None:
-    patch.setattr(Loader, "_lose", lambda self, space, rows, out: None)
-
-
 def failed_writes_believed(patch: Patch) -> None:
     right = Demoter.done
 
@@ -191,7 +187,6 @@ def reads_taken_twice(patch: Patch) -> None:
 
 PLANTED: tuple[Callable[[Patch], None], ...] = (
     failed_reads_believed,
-    lost_blocks_kept,
     failed_writes_believed,
     written_blocks_not_pinned,
     one_part_on_disk_taken_for_all,

@@ -29,11 +29,11 @@ def test_idle_time_does_not_count() -> None:
 
 def test_what_is_queued_has_to_come_first() -> None:
     meter = ReadMeter(100e6, 0.001)
-    assert meter.wait_s(0.0) == pytest.approx(0.001)
+    assert meter.wait_s() == pytest.approx(0.001)
     meter.begin(100_000_000, 0.0)
-    assert meter.wait_s(0.0) == pytest.approx(1.001)
+    assert meter.wait_s() == pytest.approx(1.001)
     meter.end(100_000_000, 1.0, fine=False)
-    assert meter.wait_s(1.0) == pytest.approx(0.001)
+    assert meter.wait_s() == pytest.approx(0.001)
 
 
 def test_failed_reads_say_nothing_of_the_disk() -> None:
@@ -49,6 +49,17 @@ def test_the_way_there_is_latency_not_bandwidth() -> None:
         meter.begin(4096, float(second))
         meter.end(4096, second + 0.01, fine=True)
     assert meter.latency_s == pytest.approx(0.01, rel=0.1)
+
+
+def test_after_a_long_silence_one_read_says_more_than_all_before() -> None:
+    meter = ReadMeter(1e6, 0.0)
+    assert not meter.in_doubt(5.0)
+    assert meter.in_doubt(60.0)
+    meter.begin(4 * MIB, 60.0)
+    assert not meter.in_doubt(60.0)
+    meter.end(4 * MIB, 60.0 + 4 * MIB / 1e9, fine=True)
+    assert meter.bytes_per_s > 1.9e6
+    assert not meter.in_doubt(61.0)
 
 
 def test_filling_is_the_most_of_this_second_and_the_last() -> None:

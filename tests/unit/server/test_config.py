@@ -120,6 +120,11 @@ def test_it_is_frozen() -> None:
         load(environ={}).config.socket = "/x"  # type: ignore[misc]  # that is the point
 
 
+def test_every_policy_orders_two_tiers(tmp_path: Path) -> None:
+    for policy in ("lru", "tg", "arc"):
+        assert load({"disk": str(tmp_path), "policy": policy}, environ={}).config.policy == policy
+
+
 def test_the_policy_is_one_of_those_there_are() -> None:
     assert load(environ={}).config.policy == "lru"
     assert load({"policy": "tg"}, environ={}).config.policy == "tg"

@@ -14,7 +14,7 @@ from prefixcache.core.ids import KEY_BYTES
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.radix import DETACHED, FILLING, ROW_BYTES, Node, subtree
 from prefixcache.core.reasons import Kind, Refusal
-from prefixcache.core.recovering import Recoverer
+from prefixcache.core.recovering import Recoverer, tombstones
 from prefixcache.core.removal import Remover
 from prefixcache.core.state import State
 from prefixcache.core.table import NO_SEGMENT
@@ -95,8 +95,9 @@ class Clearing:
     def _clear_prefix(self, space: Namespace, keys: bytes, out: list[Command]) -> tuple[int, int]:
         path = space.tree.walk(keys, FILLING)
         if not path.nodes or path.blocks * KEY_BYTES != len(keys):
-            if self.recoverer is not None and keys:
+            if self.recoverer is not None and keys and space.on_disk and not self.state.disk.recovered:
                 self.recoverer.cleared(space, {keys[-KEY_BYTES:]})
+                out.append(RevokeRecords(space.number, keys[-KEY_BYTES:]))
             return 0, 0
         node = path.nodes[-1]
         place = path.blocks - 1 - node.start
@@ -117,11 +118,13 @@ class Clearing:
         return self.remover.detach(node)
 
     def _revoke(self, space: Namespace, node: Node, out: list[Command]) -> None:
-        """A tombstone for all that is, or is about to be, on disk of a subtree."""
+        """A tombstone for all that is, or is about to be, on disk of a subtree; or may be, until all is read that was
+        there at the start."""
+        may_be = not self.state.disk.recovered
         keys = []
         for below in subtree(node):
             rows = below.row_array()
-            on_disk = np.zeros(len(rows), np.bool_)
+            on_disk = np.full(len(rows), may_be, np.bool_)
             for column in space.table.parts:
                 on_disk |= column.segments[rows] != NO_SEGMENT
             if space.writing:
@@ -131,8 +134,7 @@ class Clearing:
         if self.recoverer is not None:
             self.recoverer.cleared(space, {node.edge[:KEY_BYTES]})
         packed = b"".join(keys)
-        if packed:
-            out.append(RevokeRecords(space.number, packed))
+        out += tombstones(space.number, packed)
 
     def _answer(self, counts: list[tuple[int, int]], out: list[Command]) -> None:
         gone = sum(count[0] for count in counts)

@@ -308,7 +308,10 @@ class DiskRecovered:
 
 @dataclass(slots=True)
 class RecoveryDone:
-    """Every segment was told; what still lacks what stands in front of it never gets it. Answer: nothing."""
+    """Every segment was told (complete: and could be read); what still lacks what stands in front of it never gets it.
+    Answer: nothing."""
+
+    complete: bool = True
 
 
 @dataclass(slots=True)

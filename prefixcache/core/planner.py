@@ -134,7 +134,7 @@ class Planner:
             events.RecordsRead: lambda event, now, out: loader.done(event, now, out),
             events.SegmentFreed: lambda event, now, out: freer.done(event, out),
             events.DiskRecovered: lambda event, now, out: recoverer.found(event, out),
-            events.RecoveryDone: lambda event, now, out: recoverer.finish(out),
+            events.RecoveryDone: lambda event, now, out: recoverer.finish(event, out),
             events.DiskChanged: lambda event, now, out: self._disk_changed(event, out),
             events.FlushStarted: lambda event, now, out: demoter.flush(out),
         }

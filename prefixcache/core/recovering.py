@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefixcache.core.commands import Change, Command, RevokeRecords
-from prefixcache.core.events import DiskRecovered
+from prefixcache.core.events import DiskRecovered, RecoveryDone
 from prefixcache.core.ids import KEY_BYTES, Rows
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.radix import ROW_DTYPE, VISIBLE, Node, Path
@@ -20,6 +20,15 @@ from prefixcache.core.state import State
 from prefixcache.core.table import NO_SEGMENT
 
 _NO_PARENT = bytes(KEY_BYTES)
+_TOMBSTONE_BYTES = 1024 * KEY_BYTES  # fits any segment
+
+
+def tombstones(namespace: int, keys: bytes) -> list[RevokeRecords]:
+    """As many as these keys need."""
+    return [
+        RevokeRecords(namespace, keys[first : first + _TOMBSTONE_BYTES])
+        for first in range(0, len(keys), _TOMBSTONE_BYTES)
+    ]
 
 
 class _Found:
@@ -81,26 +90,15 @@ class Recoverer:
             for key in keys:
                 told.found.pop(key, None)
 
-    def finish(self, out: list[Command]) -> None:
+    def finish(self, event: RecoveryDone, out: list[Command]) -> None:
         """Everything was told."""
         for number, told in self.spaces.items():
             self.state.stats.disk_drops[DiskDrop.ORPHANED] += len(told.found)
-            orphans = self._below_cleared(told)
-            if orphans:
-                out.append(RevokeRecords(number, b"".join(orphans)))
+            # Nobody could name them in a clear any more, so they go for good.
+            if event.complete:
+                out += tombstones(number, b"".join(told.found))
         self.spaces.clear()
         self.state.disk.recovered = True
-
-    def _below_cleared(self, told: _Space) -> list[bytes]:
-        """Blocks that hang below a cleared one: found too late for its tombstone to name them."""
-        below: list[bytes] = []
-        stack = list(told.cleared)
-        while stack:
-            for key in told.children.pop(stack.pop(), ()):
-                if key in told.found:
-                    below.append(key)
-                    stack.append(key)
-        return below
 
     def _note(self, space: Namespace, told: _Space, event: DiskRecovered) -> list[bytes]:
         """Keeps what was told; answers the keys of blocks that are whole now."""

@@ -143,9 +143,9 @@ class DiskStore:
             if self._stopping.is_set():
                 return
             self._tell(told)
-        self._send(e.RecoveryDone())
-        self.report.recovery = self.tier.recovery.counters
-        log.info("the disk was read", extra={"facts": {"records": self.tier.recovery.counters.records}})
+        self.report.recovery = counters = self.tier.recovery.counters
+        self._send(e.RecoveryDone(complete=not counters.unreadable))
+        log.info("the disk was read", extra={"facts": {"records": counters.records}})
 
     def _open_namespaces(self, tier: DiskTier) -> None:
         """Namespaces of earlier runs, so that their blocks are found by whoever opens them again."""

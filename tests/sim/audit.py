@@ -128,7 +128,7 @@ def restorable_keys(disk: FakeDisk, number: int, parts: int) -> set[bytes]:
     parents: dict[bytes, bytes] = {}
     for pages in disk.segments.values():
         for record in pages.values():
-            if record.name[0] == number and not disk.revoked(record):
+            if record.name[0] == number and not disk.revoked(record, *disk.ordered):
                 whole.setdefault(record.name[1], set()).add(record.name[2])
                 parents[record.name[1]] = record.parent
     found: set[bytes] = set()

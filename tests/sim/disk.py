@@ -33,6 +33,7 @@ from prefixcache.core.ids import KEY_BYTES
 from tests.sim.fakes import Memory, SimError, Tag
 
 Name = tuple[int, bytes, int]  # namespace, key, part
+Tombstone = tuple[int, int | None, set[bytes] | None]  # sequence, namespace, keys
 SLOT_BYTES = 4096
 
 
@@ -66,7 +67,8 @@ class FakeDisk:
         self.haste = rng.choice((0.0, 0.5, 0.9))  # how often it does something beside its turns
         self.segments: dict[int, dict[int, Record]] = {}
         self.jobs: list[Job] = []
-        self.tombstones: list[tuple[int, int | None, set[bytes] | None]] = []  # (sequence, namespace, keys)
+        self.tombstones: list[Tombstone] = []
+        self.ordered: list[Tombstone] = []  # that are not written yet: a restart under way does not know them
         self.sequence = 0
         self.newest = 0
         self.next_page = 0
@@ -89,12 +91,14 @@ class FakeDisk:
     def revoke(self, command: RevokeRecords) -> None:
         keys = command.keys
         named = None if keys is None else {keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)}
-        self.tombstones.append((self.draw(), command.namespace, named))
+        self.ordered.append((self.draw(), command.namespace, named))
 
     # -- progress ------------------------------------------------------------------------------------------------
 
     def step(self) -> Event | None:
         """Does a piece of some job; answers its event."""
+        if self.ordered and self.rng.random() < 0.5:
+            self.tombstones.append(self.ordered.pop(0))
         if not self.jobs:
             return None
         job = self.rng.choice(self.jobs)
@@ -170,7 +174,11 @@ class FakeDisk:
             found = [self.segments[command.segment].get(int(page)) for page in records.pages]
             if any(record is None for record in found):
                 raise SimError("asked to keep what is not there")
-            good = [(at, each) for at, each in enumerate(found) if each and not each.rotten and not self.revoked(each)]
+            good = [
+                (at, each)
+                for at, each in enumerate(found)
+                if each and not each.rotten and not self.revoked(each, *self.ordered)
+            ]
             some, contents = [at for at, _ in good], [record.content for _, record in good]
             ends = np.full(len(found), WriteEnd.FAILED, np.uint8)
             places = np.zeros((len(found), 2), np.uint32)
@@ -209,6 +217,8 @@ class FakeDisk:
             if isinstance(job.command, WriteRecords) and self.rng.random() < 0.5:
                 self._write(job, job.command, job.todo)
         self.jobs.clear()
+        self.tombstones += self.ordered
+        self.ordered.clear()
         newest = self.segments.get(self.newest, {})
         for page in sorted(newest, reverse=True)[: self.rng.choice((0, 0, 1, 2))]:
             del newest[page]
@@ -230,12 +240,17 @@ class FakeDisk:
                     seen.add(record.name)
             yield [self._told(number, space, left) for space in sorted({record.name[0] for _, record in left})]
 
-    def revoked(self, record: Record) -> bool:
+    def keys_of(self, namespace: int) -> set[bytes]:
+        """Keys of all records of a namespace."""
+        records = [record for pages in self.segments.values() for record in pages.values()]
+        return {record.name[1] for record in records if record.name[0] == namespace}
+
+    def revoked(self, record: Record, *ordered: Tombstone) -> bool:
         return any(
             record.sequence < sequence
             and (namespace is None or namespace == record.name[0])
             and (keys is None or record.name[1] in keys)
-            for sequence, namespace, keys in self.tombstones
+            for sequence, namespace, keys in (*self.tombstones, *ordered)
         )
 
     def _told(self, number: int, space: int, left: list[tuple[int, Record]]) -> DiskRecovered:

@@ -62,7 +62,7 @@ from prefixcache.core.events import (
     SnapshotRestored,
     TimePassed,
 )
-from prefixcache.core.ids import HOST_POOL, KEY_BYTES, NamespaceKind
+from prefixcache.core.ids import HOST_POOL, KEY_BYTES, NamespaceKind, Tier
 from prefixcache.core.planner import Planner
 from prefixcache.core.radix import VISIBLE, subtree
 from prefixcache.core.reasons import Refusal
@@ -106,6 +106,8 @@ class Simulator:
         if "disk" in self.flavour:
             self.disk = FakeDisk(self.memory, self.rng)
             self.trouble, self.diligence = self.rng.choice((0.15, 0.5)), self.rng.choice((0.6, 0.9))
+            if self.flavour == "disk_moves":
+                self.disk.haste = 0.0
         self.config = self._config(1)
         self.planner = Planner(self.config)
         self.nonsense = Nonsense(self)
@@ -146,7 +148,7 @@ class Simulator:
         """Everybody goes; then nothing may be left over."""
         while self.recovery is not None:
             self.recovers()
-        while self.disk is not None and (self.disk.jobs or self.disk.told_late):
+        while self.disk is not None and (self.disk.jobs or self.disk.ordered or self.disk.told_late):
             self.disk_works()
         for job in list(self.executor.jobs):
             while job in self.executor.jobs:
@@ -162,7 +164,7 @@ class Simulator:
         if state.stats.tokens.pending or self.waiting:
             raise SimError("somebody still waits")
         self.send(ClearRequested())
-        while self.disk is not None and (self.disk.jobs or self.disk.told_late):
+        while self.disk is not None and (self.disk.jobs or self.disk.ordered or self.disk.told_late):
             self.disk_works()
         self.check()
         if state.host.used_bytes:
@@ -242,9 +244,13 @@ class Simulator:
         prompt = self.prompt(number)
         keys = self.rng.choice((None, prompt.keys, prompt.keys))
         before = {space: set(visible) for space, visible in self.visible.items()}
-        self.send(ClearRequested(self.rng.choice((None, number)) if keys is None else number, keys))
+        event = ClearRequested(self.rng.choice((None, number)) if keys is None else number, keys)
+        self.send(event)
         for space, visible in self.visible.items():
-            self.cleared.setdefault(space, set()).update(before[space] - visible)
+            gone = before[space] - visible
+            if self.disk is not None and keys is None and event.namespace in (None, space):
+                gone |= self.disk.keys_of(space)  # also what was not told yet
+            self.cleared.setdefault(space, set()).update(gone)
 
     def faulted_in(self) -> None:
         self.send(CapacityReady(HOST_POOL, self.rng.randint(0, self.slabs * 4) * GRANULE))
@@ -318,8 +324,11 @@ class Simulator:
         else:
             fine = reading.compare(self.memory)
             used = self.rng.choice((None, reading.reply.planned_blocks, 1)) if fine else 0
+            whole = used is None and reading.ready == reading.reply.planned_blocks
             del worker.readings[lease]
-            self.send(LeaseReleased(worker.session, lease, used))
+            for reply in self.send(LeaseReleased(worker.session, lease, used)):
+                if isinstance(reply, Released) and whole:
+                    self.sums["from_disk"] += reading.reply.tokens[Tier.DISK]
 
     def look_up(self) -> None:
         prompt = self.prompt()
@@ -450,6 +459,9 @@ class Simulator:
         self.recovery = disk.recovered()
         if self.rng.random() < 0.5:
             self.recover_alone()
+        elif self.rng.random() < 0.5:
+            self.recovers()
+            self.clear()
 
     def recover_alone(self) -> None:
         """Nothing else happens meanwhile: then exactly what is whole comes back."""
@@ -555,6 +567,8 @@ class Simulator:
         tokens = state.stats.tokens
         if tokens.looked_up != self.sums["looked_up"] or sum(tokens.hit) != self.sums["hit"]:
             raise SimError("the planner's sums are not those of its answers")
+        if tokens.hit[Tier.DISK] < self.sums["from_disk"]:
+            raise SimError("hits from disk are counted for another tier")
 
     def prompt(self, namespace: int | None = None) -> Prompt:
         number = self.rng.choice(list(self.specs)) if namespace is None else namespace
@@ -579,7 +593,7 @@ class Simulator:
         ready = None if hasattr(self, "config") else self.rng.choice((None, None, size // GRANULE // 2 * GRANULE))
         limits = Limits(recent_ends=4, max_bare_blocks=24, max_parked=2)
         pool = PoolSpec(size, 4 * GRANULE)
-        every = 1 if self.flavour == "moves" else 8
+        every = 1 if "moves" in self.flavour else 8
         spec = None
         if self.disk is not None:
             share, jobs = self.rng.choice((0.1, 0.3, 0.6)), self.rng.choice((1, 4)) * GRANULE

@@ -24,13 +24,12 @@ from prefixcache.core.nodes import NodeIndex
 from prefixcache.core.policy.tiered import TieredLeaves
 from prefixcache.core.recovering import Recoverer
 from prefixcache.core.removal import Remover
-from prefixcache.core.slabs import SlabMover
 from prefixcache.core.table import BlockTable
 from tests.sim.fakes import SimError
 from tests.sim.simulator import Simulator
 
 SEEDS = 600
-DISKS = ("disk", "disk_restarts")
+DISKS = ("disk", "disk_moves", "disk_restarts")
 
 Patch = pytest.MonkeyPatch
 
@@ -111,19 +110,8 @@ def unverified_bytes_written(patch: Patch) -> None:
     patch.setattr(BlockTable, "is_trusted", lambda self, rows: np.ones(len(rows), np.bool_))
 
 
-def slots_moved_under_writes(patch: Patch) -> None:
-    right = SlabMover.settle_retired
-
-    def wrong(self: SlabMover) -> None:
-        kept, self.state.disk.writing = self.state.disk.writing, {}
-        right(self)
-        self.state.disk.writing = kept
-
-    patch.setattr(SlabMover, "settle_retired", wrong)
-
-
 def deadline_ignored(patch: Patch) -> None:
-    patch.setattr(Loader, "_cut_by_time", lambda self, event, space, found, now, wish: None)
+    patch.setattr(Loader, "_cut_by_time", lambda self, event, space, found, wish: None)
 
 
 def slots_of_a_read_given_back_at_once(patch: Patch) -> None:
@@ -200,7 +188,6 @@ PLANTED: tuple[Callable[[Patch], None], ...] = (
     lost_records_counted,
     loads_under_old_generations,
     unverified_bytes_written,
-    slots_moved_under_writes,
     deadline_ignored,
     slots_of_a_read_given_back_at_once,
     rows_of_joined_nodes_lost,

@@ -101,3 +101,17 @@ def test_a_job_nobody_knows_is_refused() -> None:
     nothing = np.zeros(0, np.uint32)
     event = RecordsWritten(99, nothing, nothing.astype(np.uint8), nothing, nothing, 0)
     DiskHarness().refused(event, Kind.NOT_FOUND, Refusal.COPY_UNKNOWN)
+
+
+def test_a_slot_that_was_moved_away_waits_for_the_write_that_still_reads_it() -> None:
+    harness = DiskHarness()
+    harness.store("abcd")
+    harness.send(FlushStarted())
+    state, mover = harness.planner.state, harness.planner.mover
+    old = state.host.allocate(GRANULE, 1)  # as after a move of one of the slots being written
+    mover.retired.append((state.next_serial(), old))
+    mover.settle_retired()
+    assert len(mover.retired) == 1
+    harness.end_writes()
+    assert not mover.retired
+    assert harness.used == 4

@@ -19,7 +19,7 @@ from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Tier
 from prefixcache.core.leases import Lease
 from prefixcache.core.loading import Loader, Wish
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.radix import ROW_DTYPE, Node, Path, hot_from, path_to
+from prefixcache.core.radix import ROW_DTYPE, Node, Path, Pin, hot_from, path_to
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.removal import Remover
 from prefixcache.core.slabs import SlabMover
@@ -200,20 +200,24 @@ class Acquiring:
         del state.sessions[lease.session].leases[lease.lease]
         if lease.space.foreign is None:
             for pin in lease.pins:
-                self._touch(lease.space, path_to(pin.node, pin.depth))
-            if lease.space.on_disk:
-                self._count_hit(lease)
+                path = path_to(pin.node, pin.depth)
+                self._touch(lease.space, path)
+                if lease.space.on_disk:
+                    self._count_hit(lease.space, path, pin)
         self.remover.unpin_all(lease.pins)
         if self.mover.retired:
             self.mover.settle_retired()
 
-    def _count_hit(self, lease: Lease) -> None:
+    def _count_hit(self, space: Namespace, path: Path, pin: Pin) -> None:
         """For what is worth keeping on disk, and writing to it early."""
-        pin = lease.pins[0]
-        path = path_to(pin.node, pin.depth)
-        hits = lease.space.table.hits
+        hits = space.table.hits
         for piece in path.stretches(0, path.blocks) if path.nodes and not path.nodes[0].start else ():
-            hits[piece] = np.minimum(hits[piece], 254) + 1
+            if isinstance(piece, slice):
+                view = hits[piece]
+                view <<= 1
+                view |= 1
+            else:
+                hits[piece] = hits[piece] << 1 | 1
         if self.demoter is not None:
             self.demoter.note_used(pin.node, pin.depth)
 
@@ -334,7 +338,10 @@ class Acquiring:
 def _remember(space: Namespace, path: Path) -> None:
     """A prompt hit these blocks; only some policies want to know."""
     if space.policy.remembers and path.blocks:
-        space.policy.used(space, np.frombuffer(path.packed_rows(), ROW_DTYPE))
+        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
+        if space.cold_blocks:
+            rows = rows[space.table.parts[0].slots[rows] != NO_SLOT]
+        space.policy.used(space, rows)
 
 
 def _node_at(path: Path, end: int) -> Node:

@@ -27,7 +27,7 @@ from prefixcache.core.state import State
 from prefixcache.core.table import NO_SEGMENT
 
 NO_PARENT = bytes(KEY_BYTES)
-_HIT_OFTEN = 2  # from so many hits on a block is written early
+_HIT_OFTEN = 0b11  # two hits: a block is written early
 _MOST_CANDIDATES = 1024
 _DAY_S = 86_400.0
 
@@ -80,8 +80,9 @@ class Demoter:
         """A lease over this path ended; blocks that are hit again and again are candidates for an early write."""
         space = node.space
         if space is not None and space.on_disk and node.state == VISIBLE and not node.cold:
-            row = node.row_array()[min(depth, node.end) - node.start - 1]
-            if space.table.hits[row] >= _HIT_OFTEN and not space.table.is_clean(row[None])[0]:
+            at = min(depth, node.end) - node.start
+            row = int.from_bytes(node.rows[4 * at - 4 : 4 * at], "little")
+            if space.table.hits[row] >= _HIT_OFTEN and not space.table.parts[0].segments[row]:
                 self._candidates.append((node, depth))
 
     def write_early(self, now: float, out: list[Command]) -> None:

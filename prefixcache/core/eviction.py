@@ -32,10 +32,11 @@ class Evictor:
             assert node is not None
             assert node.space is not None
             each = node.space.strides.count(stride)
-            if bids is not None and bids.gives_up(policy.victim_worth()):
-                wanted -= each
+            blocks = -(-missing // each)
+            if bids is not None and (fewer := bids.give_up(policy.victim_worth(), blocks)):
+                wanted -= fewer * each
                 continue
-            self.evict_from(policy, -(-missing // each), out)
+            self.evict_from(policy, blocks, out)
         return True
 
     def evict_from(self, policy: EvictionPolicy, most: int, out: list[Command]) -> int:

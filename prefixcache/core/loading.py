@@ -18,6 +18,7 @@ from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Rows, Slots
 from prefixcache.core.leases import Lease
 from prefixcache.core.meter import ReadMeter
 from prefixcache.core.namespaces import Namespace
+from prefixcache.core.policy.base import UNKNOWN_BIRTH
 from prefixcache.core.radix import DETACHED, ROW_DTYPE, Node, Path, Pin
 from prefixcache.core.reasons import DiskDrop, Kind, Miss, Refusal
 from prefixcache.core.removal import Remover
@@ -328,6 +329,8 @@ class Loader:
         space.cold_blocks -= count
         self.state.stats.blocks_loaded += count
         tree.set_cold(node, cold=False)
+        if space.policy.remembers:
+            space.policy.stored(space, node, UNKNOWN_BIRTH)
         above = node.parent
         if above is not None:
             space.policy.remove_leaf(above)

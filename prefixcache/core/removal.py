@@ -62,6 +62,9 @@ class Remover:
     def _demote_tail(self, space: Namespace, node: Node, count: int) -> None:
         """The last blocks of a leaf become cold: a node of their own, joined with the cold path below."""
         space.policy.remove_leaf(node)
+        if space.policy.remembers:
+            space.policy.evicted(space, node, count)
+            space.policy.forgotten(space, node.row_array()[-count:])
         upper = node
         if count < node.count:
             upper = space.tree.split(node, node.count - count)  # the tail keeps the node's identity

@@ -17,7 +17,6 @@ from prefixcache.core.leases import Lease
 from prefixcache.core.ledger import Stats
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.policy.base import Clock, EvictionPolicy
-from prefixcache.core.policy.lru import LeafLru
 from prefixcache.core.policy.registry import make_policy
 from prefixcache.core.policy.tiered import TieredLeaves
 from prefixcache.core.radix import Node
@@ -98,9 +97,11 @@ class State:
 
     def _new_policy(self) -> EvictionPolicy:
         config = self.config
-        if config.disk is not None:
-            return TieredLeaves(LeafLru(), LeafLru())
-        return make_policy(config.policy, self.clock, config.policy_seed)
+
+        def make() -> EvictionPolicy:
+            return make_policy(config.policy, self.clock, config.policy_seed)
+
+        return TieredLeaves(make) if config.disk is not None else make()
 
     def remember_end(
         self, session: SessionId, reservation: ReservationId, outcome: Committed | Aborted | Refused

@@ -69,7 +69,7 @@ class BlockTable:
         self.parts = tuple(PartColumn() for _ in range(part_count))
         self.touched: NDArray[np.uint64] = np.empty(0, np.uint64)
         self.on_disk = False
-        self.hits: NDArray[np.uint8] = np.empty(0, np.uint8)  # leases that ended over it (where on_disk)
+        self.hits: NDArray[np.uint8] = np.empty(0, np.uint8)  # a 1 shifted in for every lease that ended over it
         self.unverified = 0  # how many (row, part) still have to be verified; 0 keeps lookups cheap
         self._free: Rows = np.empty(0, np.uint32)  # a stack; the next row to give is at its top
         self._free_count = 0

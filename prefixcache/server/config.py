@@ -231,14 +231,8 @@ def _check(config: Config) -> None:
     _one_of("log_format", config.log_format, ("human", "json"))
     _one_of("log_level", config.log_level, ("debug", "info", "warning", "error"))
     _check_socket(config.socket)
-    _check_together(config)
-
-
-def _check_together(config: Config) -> None:
     if config.warm_restart and not config.checksums:
         raise ConfigError("warm_restart needs checksums: what cannot be verified is not kept")
-    if config.disk and config.policy != DEFAULT_POLICY:
-        raise ConfigError(f"policy {config.policy!r} cannot order two tiers yet; with a disk it is {DEFAULT_POLICY}")
 
 
 def _check_socket(path: str) -> None:

@@ -47,12 +47,19 @@ class Daemons:
 
     def start(self, *flags: str) -> DaemonProcess:
         default = [f"--disk={self.data}", "--disk-bytes=256MiB", "--disk-segment-bytes=8MiB"]
-        self.running = DaemonProcess(self.folder, *default, "--disk-retry=200ms", *flags)
-        return self.running
+        running = self.running = DaemonProcess(self.folder, *default, "--disk-retry=200ms", *flags)
+        assert wait_until(lambda: is_whole(stats_of(running)))
+        return running
 
     def kill(self) -> None:
         if self.running is not None:
             self.running.kill()
+
+
+def is_whole(stats: admin_pb2.GetStatsResponse) -> bool:
+    """Whether all of the host pool may be used."""
+    host = next(tier for tier in stats.tiers if tier.tier == common_pb2.TIER_HOST)
+    return host.ready_bytes == host.capacity_bytes
 
 
 def tokens(prompt: int, blocks: int = BLOCKS) -> list[int]:

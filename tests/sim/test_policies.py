@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from prefixcache.core.policy.names import DEFAULT, NAMES
+from prefixcache.core.policy.tiered import TieredLeaves
 from prefixcache.core.radix import FILLING, subtree
 from prefixcache.core.spec import PlannerConfig
 from tests.sim.simulator import Simulator
@@ -43,9 +44,10 @@ def check_population(simulator: Simulator) -> None:
     stored: dict[int, int] = {}
     for space in simulator.planner.state.namespaces.values():
         roots = [space.tree.root, *space.limbo]
-        nodes = [node for root in roots for node in subtree(root) if node.state != FILLING]
+        nodes = [node for root in roots for node in subtree(root) if node.state != FILLING and not node.cold]
         stored[id(space.policy)] = stored.get(id(space.policy), 0) + sum(node.count for node in nodes)
     for policy in simulator.planner.state.policies.values():
-        population = getattr(policy, "_population", None)
-        if population is not None:
-            assert population.live == stored.get(id(policy), 0)
+        for side in policy.both if isinstance(policy, TieredLeaves) else (policy,):
+            population = getattr(side, "_population", None)
+            if population is not None:
+                assert population.live == stored.get(id(policy), 0)

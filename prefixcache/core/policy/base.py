@@ -53,12 +53,13 @@ class Bids:
     def __init__(self, worths: list[float]) -> None:
         self.worths = worths
 
-    def gives_up(self, worth: float) -> bool:
-        """Whether the last block is worth less than `worth`; it is taken back then."""
-        if not self.worths or self.worths[-1] >= worth:
-            return False
-        self.worths.pop()
-        return True
+    def give_up(self, worth: float, most: int) -> int:
+        """Takes back up to `most` blocks at the end that are worth less than `worth`; answers how many."""
+        taken = 0
+        while taken < most and self.worths and self.worths[-1] < worth:
+            self.worths.pop()
+            taken += 1
+        return taken
 
 
 class EvictionPolicy(Protocol):

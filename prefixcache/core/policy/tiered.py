@@ -1,26 +1,38 @@
 """Two orders of leaves where there is a disk: those whose tail is on disk already, and the others.
 
-Rules: room is made from clean leaves first, because that loses nothing; within each of the two the policy decides.
+Rules: room is made from clean leaves first, because that loses nothing; within each of the two the policy decides, of
+which there is one instance each. Leaves are divided between them, blocks are told to both, so both know all there is
+to know. A block that leaves memory for the disk is evicted for them, one that comes back is stored again.
 Which one has a leaf is in `Node.clean`: how many blocks off its tail are on disk, 0 for the other order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from prefixcache.core.policy.base import EvictionPolicy, Forgetful, equal_tail
+from prefixcache.core.ids import Rows
+from prefixcache.core.namespaces import Namespace
+from prefixcache.core.policy.base import Bids, Birth, EvictionPolicy, equal_tail
 from prefixcache.core.radix import NOT_QUEUED, Node
 
 _LOOKED_AT = 256  # blocks off a tail; a longer clean stretch counts as this long
 
 
-class TieredLeaves(Forgetful):
+class TieredLeaves:
     """An `EvictionPolicy` made of two. `clean_blocks`: blocks that could leave memory now and lose nothing."""
 
-    def __init__(self, clean: EvictionPolicy, dirty: EvictionPolicy) -> None:
-        self.clean = clean
-        self.dirty = dirty
+    def __init__(self, make: Callable[[], EvictionPolicy]) -> None:
+        self.clean = make()
+        self.dirty = make()
+        self.both = (self.clean, self.dirty)
         self.clean_blocks = 0
+        self._chosen = self.dirty
+
+    @property
+    def remembers(self) -> bool:
+        return self.dirty.remembers
 
     def add_leaf(self, node: Node, tick: int) -> None:
         node.clean = _clean_tail(node)
@@ -41,22 +53,50 @@ class TieredLeaves(Forgetful):
         node.clean = 0
 
     def victim(self) -> Node | None:
-        return self.clean.victim() or self.dirty.victim()
+        node = self.clean.victim()
+        self._chosen = self.clean
+        if node is None:
+            node = self.dirty.victim()
+            self._chosen = self.dirty
+        return node
+
+    def victim_worth(self) -> float:
+        return self._chosen.victim_worth()
 
     def run_length(self, node: Node, most: int) -> int:
+        run = self._side(node).run_length(node, most)
         space = node.space
-        if most == 1 or space is None:
-            return 1
-        tail = node.row_array()[-most:]
-        touched = space.table.touched[tail]
-        differs = touched != touched[-1]
-        if space.on_disk:
-            clean = space.table.is_clean(tail)
-            differs |= clean != clean[-1]
-        return equal_tail(differs)
+        if run == 1 or space is None or not space.on_disk:
+            return run
+        clean = space.table.is_clean(node.row_array()[-run:])
+        return equal_tail(clean != clean[-1])
 
     def leaf_count(self) -> int:
         return self.clean.leaf_count() + self.dirty.leaf_count()
+
+    def expected(self, space: Namespace, keys: bytes, birth: Birth) -> Bids | None:
+        self.clean.expected(space, keys, birth)
+        return self.dirty.expected(space, keys, birth)
+
+    def refused(self, space: Namespace, keys: bytes, birth: Birth) -> None:
+        for policy in self.both:
+            policy.refused(space, keys, birth)
+
+    def used(self, space: Namespace, rows: Rows) -> None:
+        for policy in self.both:
+            policy.used(space, rows)
+
+    def stored(self, space: Namespace, node: Node, birth: Birth) -> None:
+        for policy in self.both:
+            policy.stored(space, node, birth)
+
+    def evicted(self, space: Namespace, node: Node, count: int) -> None:
+        for policy in self.both:
+            policy.evicted(space, node, count)
+
+    def forgotten(self, space: Namespace, rows: Rows) -> None:
+        for policy in self.both:
+            policy.forgotten(space, rows)
 
     def _side(self, node: Node) -> EvictionPolicy:
         return self.clean if node.clean else self.dirty

@@ -120,11 +120,6 @@ def test_it_is_frozen() -> None:
         load(environ={}).config.socket = "/x"  # type: ignore[misc]  # that is the point
 
 
-def test_a_policy_that_remembers_does_not_order_two_tiers_yet(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot order two tiers"):
-        load({"disk": str(tmp_path), "policy": "tg"}, environ={})
-
-
 def test_the_policy_is_one_of_those_there_are() -> None:
     assert load(environ={}).config.policy == "lru"
     assert load({"policy": "tg"}, environ={}).config.policy == "tg"

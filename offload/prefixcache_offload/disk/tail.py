@@ -26,9 +26,10 @@ class Tail:
         self._fail = fail
         self.open: Segment | None = None
 
-    def replace(self, fresh: Segment) -> None:
+    def replace(self, fresh: Segment) -> Segment | None:
         """Make the file of a segment begun in the table, and let it take what comes next.
 
+        Answer the one that was open: `settle` it once nobody waits for this.
         Raises OSError; the segment is out of the table then and its file gone.
         """
         try:
@@ -42,8 +43,7 @@ class Tail:
             old, self.open = self.open, fresh
             if old is not None:
                 old.stage = Stage.CLOSING
-        if old is not None:
-            self.settle(old)
+        return old
 
     def _create(self, segment: Segment) -> None:
         shared = self._shared

@@ -255,9 +255,10 @@ class Writer:
         shared = self._shared
         with shared.lock:
             fresh, dropped = self._next_segment()
+        old: Segment | None = None
         try:
             if fresh is not None:
-                self.tail.replace(fresh)
+                old = self.tail.replace(fresh)
         except OSError as error:
             self.fail(error)
         finally:
@@ -265,6 +266,8 @@ class Writer:
                 self._opening = False
                 shared.writes_wait.notify_all()
                 shared.writes_done.notify_all()
+        if old is not None:
+            self.tail.settle(old)
         self._end_all(dropped, Outcome.NO_ROOM)
 
     def _next_segment(self) -> tuple[Segment | None, list[_Item]]:

@@ -23,7 +23,7 @@ class Plan:
     match_rounds: int = 1000
     match_prompts: int = 10_000
     match_tokens: tuple[int, ...] = (2048, 32768, 131072)
-    disk_rounds: int = 7
+    disk_rounds: int = 9
     disk_blocks: int = 256
     overhead_pairs: int = 40
     overhead_tokens: int = 512

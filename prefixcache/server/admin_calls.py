@@ -37,6 +37,7 @@ class AdminCalls:
             raise CallError(common.REASON_BAD_KEYS, f"keys must be a multiple of {KEY_BYTES} bytes")
         event = e.ClearRequested(number, request.keys or None)
         cleared: c.Cleared = expect(self._shell.owner.call(event), c.Cleared)
+        self._shell.clear_lasts()
         return pb.EvictResponse(blocks=cleared.blocks - cleared.leased_blocks, kept=cleared.leased_blocks)
 
     def describe_prefix(self, _: None, request: pb.DescribePrefixRequest) -> pb.DescribePrefixResponse:

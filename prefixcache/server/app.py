@@ -94,6 +94,7 @@ class Daemon:
         )
         if self.disk is not None:
             self.executor.orders.update(self.disk.orders)
+            self.shell.clear_lasts = self.disk.wait_revoked
         wiring.follow_ends(self.executor.orders, self.shell)
         self.health = Health(self.heartbeats, self._troubles, self._failure)
         self.statistics = Statistics(self.shell, self.planner, self.memory, self.health, self.counters)

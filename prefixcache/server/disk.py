@@ -44,6 +44,7 @@ _IDLE_S: Final = 0.25
 _FLUSH_LOOK_S: Final = 0.01
 _RETRY_S: Final = 5.0
 _CLOSE_S: Final = 10.0
+_REVOKE_S: Final = 2.0  # longest a clear waits for its tombstone
 _TOLD_AT_ONCE: Final = 128  # records in one DiskRecovered: 4 ms of the owner's lock at most
 _SEGMENT: Final = 256 << 20
 _LEAST_SEGMENT: Final = 1 << 20
@@ -76,6 +77,8 @@ class DiskStore:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._names: dict[int, int] = {}  # namespace -> what its records call it
         self._stopping = threading.Event()
+        self._revoking = 0  # tombstones ordered and not written yet
+        self._revoked_one = threading.Condition()
         self._shell: Shell | None = None
         self.tier: DiskTier | None = None
         self.report = DiskReport()
@@ -87,7 +90,7 @@ class DiskStore:
             c.ReadRecords: lambda order: self._queue.put(lambda: self._read(order)),
             c.CancelReads: lambda order: self._queue.put(lambda: self._cancel(order)),
             c.FreeSegment: lambda order: self._queue.put(lambda: self._free(order)),
-            c.RevokeRecords: lambda order: self._queue.put(lambda: self._revoke(order)),
+            c.RevokeRecords: self._order_revoke,
         }
 
     def start(self, shell: Shell) -> None:
@@ -108,6 +111,11 @@ class DiskStore:
     def spec(self) -> DiskSpec:
         """What the planner has to know of it."""
         return DiskSpec(self.options.new_segment_bytes, early_bytes_per_day=self._early_bytes)
+
+    def wait_revoked(self, timeout_s: float = _REVOKE_S) -> bool:
+        """Wait until every clear so far would survive kill -9. False: the disk was not that fast."""
+        with self._revoked_one:
+            return self._revoked_one.wait_for(lambda: not self._revoking, timeout_s)
 
     def trouble(self) -> str:
         """Why the tier does not work as it should; empty where it does."""
@@ -255,18 +263,29 @@ class DiskStore:
         assert self.tier is not None  # nothing was written without it
         self.tier.free(order.segment, keep, ended)
 
+    def _order_revoke(self, order: c.RevokeRecords) -> None:
+        with self._revoked_one:
+            self._revoking += 1
+        self._queue.put(lambda: self._revoke(order))
+
     def _revoke(self, order: c.RevokeRecords) -> None:
-        if self.tier is None:
-            return
         name = 0 if order.namespace is None else self._names.get(order.namespace)
-        if name is not None:
-            keys = np.frombuffer(order.keys or b"", np.uint8).reshape(-1, KEY_BYTES)
-            self.tier.clear(name, keys, self._revoked)
+        if self.tier is None or name is None:  # nothing of it is on disk
+            self._one_revoked()
+            return
+        keys = np.frombuffer(order.keys or b"", np.uint8).reshape(-1, KEY_BYTES)
+        self.tier.clear(name, keys, self._revoked)
 
     def _revoked(self, told: Ended) -> None:
         if told.outcomes[0] != Outcome.OK:
             self.report.tombstones_failed += 1
             log.error("a clear may not survive a restart: its tombstone could not be written")
+        self._one_revoked()
+
+    def _one_revoked(self) -> None:
+        with self._revoked_one:
+            self._revoking -= 1
+            self._revoked_one.notify_all()
 
     def _registered(self, namespace: int) -> int | None:
         """What records call a namespace; its spec is on disk before the first of them."""

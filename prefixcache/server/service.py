@@ -57,6 +57,7 @@ class Shell:
     draining: bool = False
     is_growing: Callable[[], bool] = lambda: False
     blocks_of: Callable[[int], int] = lambda _: 0
+    clear_lasts: Callable[[], object] = lambda: None  # waits until a clear would survive a crash
     digest_of: Callable[[bytes, int, int, int], bytes] = lambda *_: b""
 
     def __post_init__(self) -> None:

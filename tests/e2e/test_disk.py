@@ -189,14 +189,21 @@ def test_what_was_cleared_stays_away_over_a_restart(daemons: Daemons) -> None:
     with Client(address(daemon), OPTIONS) as client:
         store(client, 0)
         flush(daemon)
-        clear(daemon)
         store(client, 1)
         flush(daemon)
+        clear(daemon)
+    daemons.kill()  # right behind the answer
+    daemon = daemons.start()
+    with Client(address(daemon), OPTIONS) as client:
+        store(client, 2)
+        flush(daemon)
+        assert not load(client, 0)
+        assert not load(client, 1)
     daemons.kill()
     daemon = daemons.start()
     with Client(address(daemon), OPTIONS) as client:
-        assert wait_until(lambda: load(client, 1))
-        assert not load(client, 0)
+        assert wait_until(lambda: load(client, 2))
+        assert not load(client, 1)
 
 
 def test_a_directory_in_use_or_of_somebody_else_is_refused(daemons: Daemons, folder: Path, tmp_path: Path) -> None:

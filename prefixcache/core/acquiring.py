@@ -63,6 +63,7 @@ class Acquiring:
         _remember(space, path)
         if space.cold_blocks:
             path, end, wish = self._plan_loads(event, space, path, end, now, out)
+            limit = min(limit, path.blocks)  # room for the loads may have been made from the rest of the path
         key_blocks = len(event.keys) // KEY_BYTES
         state.stats.acquires += 1
         tokens, total = space.block_tokens, event.prompt_tokens

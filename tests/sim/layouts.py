@@ -32,7 +32,7 @@ FLAVOURS: dict[str, tuple[list[int], list[str]]] = {
     "patches": ([2, 3], ["clear", "fail_part", "session_trouble"]),
     "disk": ([0, 1, 0, 1, 2, 4], ["crash"] * 2 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
     "disk_moves": ([0, 1], ["clear", "flush"]),
-    "disk_restarts": ([0, 1], ["crash"] * 4 + ["clear", "restart", "session_trouble"]),
+    "disk_restarts": ([0, 1], ["crash"] * 3 + ["restart"] * 3 + ["clear", "session_trouble"]),
 }
 
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prefixcache.core.commands import Acquired, Arrived, CancelReads, LookedUp, ReadRecords, Released, SetGenerations
+from prefixcache.core.commands import (
+    Acquired,
+    Arrived,
+    CancelReads,
+    LookedUp,
+    ReadRecords,
+    Released,
+    SetGenerations,
+    WriteRecords,
+)
 from prefixcache.core.events import (
     ArrivalsCancelled,
     ClearRequested,
@@ -240,3 +249,17 @@ def test_a_job_nobody_knows_is_refused() -> None:
     nothing = np.zeros(0, np.uint32)
     event = RecordsRead(99, nothing, nothing.astype(np.uint8))
     DiskHarness().refused(event, Kind.NOT_FOUND, Refusal.COPY_UNKNOWN)
+
+
+def test_room_for_a_load_that_is_made_from_the_rest_of_its_path_is_counted_once() -> None:
+    harness = DiskHarness(4, disk=SLOW)
+    harness.store("ab")
+    harness.flush()
+    harness.store("zyxw")
+    harness.send(ClearRequested(1, chain("z")))
+    harness.store("abcdef")  # below what is on disk, and nowhere else
+    harness.take(WriteRecords)
+    acquired = harness.acquire("abcdef", deadline_s=1.5)
+    assert (acquired.planned_blocks, acquired.stop) == (1, Miss.DEADLINE)
+    misses = harness.planner.state.stats.tokens.miss
+    assert (misses[Miss.DEADLINE], misses[Miss.NOT_STORED]) == (4 * TOKENS, TOKENS)

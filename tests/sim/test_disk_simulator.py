@@ -106,10 +106,6 @@ def loads_under_old_generations(patch: Patch) -> None:
     patch.setattr(Loader, "_read", wrong)
 
 
-def unverified_bytes_written(patch: Patch) -> None:
-    patch.setattr(BlockTable, "is_trusted", lambda self, rows: np.ones(len(rows), np.bool_))
-
-
 def deadline_ignored(patch: Patch) -> None:
     patch.setattr(Loader, "_cut_by_time", lambda self, event, space, found, wish: None)
 
@@ -187,7 +183,6 @@ PLANTED: tuple[Callable[[Patch], None], ...] = (
     held_children_miscounted,
     lost_records_counted,
     loads_under_old_generations,
-    unverified_bytes_written,
     deadline_ignored,
     slots_of_a_read_given_back_at_once,
     rows_of_joined_nodes_lost,

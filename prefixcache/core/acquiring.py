@@ -259,8 +259,8 @@ class Acquiring:
         if ends[0] * KEY_BYTES >= len(event.keys):
             return None
         cut = wish.stop if wish is not None else None
-        end, matched = max(ends[0], event.from_block), max(path.blocks, event.from_block)
-        limit = min(max(ends[1], event.from_block), matched)  # planning loads may have cost the path its tail
+        end, limit = max(ends[0], event.from_block), max(ends[1], event.from_block)
+        matched = max(path.blocks, event.from_block)
         tokens = space.block_tokens
         miss = space.tokens.miss
         behind = self._stop_behind(space, path, event.keys)

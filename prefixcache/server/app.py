@@ -133,7 +133,10 @@ class Daemon:
         """Drain (unless `hurry` is set), end every part, and leave nothing behind but a pool to be found again."""
         remaining = drain(self.shell, 0 if self.hurry.is_set() else self.config.drain_timeout, self.hurry)
         if any(remaining):
-            log.warning("ended with work running", extra={"facts": dict(zip(("leases", "reservations"), remaining))})  # noqa: B905
+            log.warning(
+                "ended with work running",
+                extra={"facts": dict(zip(("leases", "reservations"), remaining, strict=True))},
+            )
         if self.planner.demoter is not None and not self.hurry.is_set():
             flush(self.owner, self.planner.demoter, self.config.disk_flush_timeout, self.hurry)
         self.health.ending = True

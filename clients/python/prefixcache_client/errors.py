@@ -36,7 +36,3 @@ class Refused(Failure):
 
 class LeaseEndedError(RuntimeError):
     """A lease was used after its release, or a view was entered after its lease had ended."""
-
-
-class ReadOnlyPoolError(Failure):
-    """The pool is mapped read-only; blocks are written as a stream instead."""

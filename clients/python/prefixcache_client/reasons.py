@@ -27,7 +27,6 @@ INTERNAL: Final = "internal"
 # Known to the SDK only: the contract has no number for them because no server ever hears of them.
 QUEUE_FULL: Final = "queue_full"
 CLIENT_CLOSED: Final = "client_closed"
-NOT_IN_TENSORS: Final = "not_in_tensors"
 
 NEVER_SENT: Final = frozenset({CIRCUIT_OPEN, CLIENT_CLOSED})
 """Reasons of calls that the server has not heard of, so that nothing of them has to be undone."""

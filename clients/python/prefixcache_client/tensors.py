@@ -24,7 +24,6 @@ from prefixcache_offload.units import SLOT_GRANULE
 Slots = npt.NDArray[np.uint32]
 Places = npt.NDArray[np.int64]
 
-ALL_BLOCKS: Final = 1 << 40
 _WORD_SIZES: Final = (1, 2, 4, 8)
 
 

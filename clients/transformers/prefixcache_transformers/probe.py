@@ -33,11 +33,6 @@ class CacheShape:
     dtype: torch.dtype
     devices: tuple[torch.device, ...]  # by group
 
-    @property
-    def max_window_tokens(self) -> int:
-        """The widest sliding window, 0 without any."""
-        return max(group.window_tokens for group in self.layout.groups)
-
 
 def probe(model: PreTrainedModel) -> CacheShape:
     """Run one token through `model` and read its cache. Raises UnsupportedModelError.

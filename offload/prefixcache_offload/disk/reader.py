@@ -17,7 +17,6 @@ import numpy as np
 
 from prefixcache_offload.disk.outcomes import Outcome, trouble_of
 from prefixcache_offload.disk.records import (
-    ENTRY,
     PAGE,
     Bytes,
     Entries,
@@ -242,8 +241,3 @@ def group_neighbours(entries: Entries, most_bytes: int) -> list[list[int]]:
             groups.append([i])
             total = lengths[i]
     return sorted(groups, key=min)
-
-
-def wanted_entries(count: int) -> Entries:
-    """ENTRY[count] of zeros, to be filled in."""
-    return np.zeros(count, ENTRY)

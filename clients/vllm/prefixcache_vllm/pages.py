@@ -1,13 +1,15 @@
 """A request's pages as the SDK's tensors: any page size beside any block size, from any page on, any heads.
 
 Rules:
-1. Pieces are as long as the greatest common divisor of page and block, so each lies in one page and in one block.
-2. What must not be written (tokens the engine has itself, pages a window has dropped) goes to page 0, which every vLLM
-   keeps as its null block: nobody reads it.
-3. Integers here, bytes in prefixcache_offload.
+1. Tensors are described once, when vLLM registers them (`describe_layers`); a transfer is integers beside that.
+2. A load writes only tokens of its span: not those the engine has itself, even inside a block. Pages that a window has
+   dropped are vLLM's null block, which nobody reads, so writing there does no harm.
+3. A store reads only pages that are there.
+
+Bytes are prefixcache_offload.paged's.
 """
 
-import math
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -16,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixcache_client.blocks import BlockFormat
-from prefixcache_offload.engine import EngineTensor, Job, plan
-from prefixcache_offload.strides import Span
+from prefixcache_offload.engine import Job
+from prefixcache_offload.paged import PagedCache, PagedTensor, Stretch
 from prefixcache_vllm.orders import PageRun
 from prefixcache_vllm.packing import View
 
@@ -37,18 +39,45 @@ class LayerPages:
 
 
 @dataclass(frozen=True, slots=True)
+class PartPages:
+    """Layers of one part whose pages are found by one group's table."""
+
+    cache: PagedCache
+    group: int
+
+
+PagedParts = Sequence[Sequence[PartPages]]
+"""By part."""
+
+
+def describe_layers(form: BlockFormat, layers: Mapping[int, LayerPages], first_head: int = 0) -> PagedParts:
+    """The layers' tensors as parts of a block; `first_head`: this rank's first KV head in it.
+
+    Raises ValueError for tensors that do not fit the layout, KeyError for a layer that is not there.
+    """
+    parts = []
+    for part, shape in enumerate(form.shapes):
+        members = [(position, layers[layer]) for position, layer in enumerate(form.layers_of(part))]
+        found = []
+        for (group, _), run in itertools.groupby(members, key=lambda member: (member[1].group, member[1].page_tokens)):
+            tensors = [PagedTensor(*view, position) for position, layer in run for view in layer.views]
+            found.append(PartPages(PagedCache(shape, tensors, first_head=first_head), group))
+        parts.append(found)
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
 class PagedSpan:
     """Tokens [from_token, to_token) of one request in the engine's pages; what the SDK loads to or stores from.
 
-    `pages`: by group. `first_head`: this rank's first KV head in the block. Blocks only partly in the span can be
-    loaded (`partial`), not stored. `hold`: entered while a store reads the pages.
+    `pages`: by group. Blocks only partly in the span can be loaded (`partial`), not stored. `hold`: entered while a
+    store reads the pages.
     """
 
-    layers: Mapping[int, LayerPages]
+    parts: PagedParts
     pages: Sequence[PageRun]
     from_token: int
     to_token: int
-    first_head: int = 0
     partial: bool = False
     hold: Callable[[], AbstractContextManager[None]] = field(default=nullcontext)
 
@@ -59,44 +88,40 @@ class PagedSpan:
     def covers(self, form: BlockFormat, part: int) -> range:
         """See prefixcache_client.tensors.KvTensors."""
         size = form.block_tokens
-        first = self.from_token // size if self.partial else -(-self.from_token // size)
-        blocks = range(first, max(first, self.to_token // size))
         if self.partial:
-            return blocks
-        groups = {self.layers[layer].group: self.layers[layer].page_tokens for layer in form.layers_of(part)}
-        start = max(self._first_whole(group, tokens) for group, tokens in groups.items())
-        return range(max(blocks.start, -(-start // size)), max(blocks.stop, -(-start // size)))
+            return range(self.from_token // size, -(-self.to_token // size))
+        there = max(self._first_whole(each) for each in self.parts[part])
+        first = -(-max(self.from_token, there) // size)
+        return range(first, max(first, self.to_token // size))
 
     def jobs(self, form: BlockFormat, part: int, blocks: Places, slots: Slots) -> list[Job]:
         """See prefixcache_client.tensors.KvTensors."""
-        shape = form.shapes[part]
-        places: dict[int, Places] = {}
         jobs = []
-        for position, layer in enumerate(form.layers_of(part)):
-            own = self.layers[layer]
-            if own.group not in places:
-                places[own.group] = self._places(own, blocks, form.block_tokens)
-            for tensor, axes, holds in own.views:
-                described = EngineTensor.of(tensor, axes, holds)
-                span = Span(self.first_head, described.axis("h")[0], position, 1)
-                jobs.append(plan(shape, span, described, slots, places[own.group]))
+        for each in self.parts[part]:
+            run = self.pages[each.group]
+            pages = np.zeros(run.first + len(run.ids), np.int64)
+            pages[run.first :] = run.ids
+            stretches = [self._stretch(form, taken, slots[at], pages) for taken, at in _runs(blocks)]
+            jobs += each.cache.jobs(stretches)
         return jobs
 
-    def _places(self, own: LayerPages, blocks: Places, block_tokens: int) -> Places:
-        step = math.gcd(block_tokens, own.page_tokens)
-        tokens = (blocks[:, None] * block_tokens + np.arange(0, block_tokens, step)).reshape(-1)
-        run = self.pages[own.group]
-        ids = np.asarray(run.ids, dtype=np.int64)
-        page = tokens // own.page_tokens - run.first
-        there = (page >= 0) & (page < ids.size) & (tokens >= self.from_token)
-        found = np.where(there, ids[np.where(there, page, 0)] if ids.size else 0, NULL_PAGE)
-        places: Places = found * own.page_tokens + tokens % own.page_tokens
-        return places
+    def _stretch(self, form: BlockFormat, blocks: range, slots: Slots, pages: Places) -> Stretch:
+        size = form.block_tokens
+        start, stop = max(blocks.start * size, self.from_token), min(blocks.stop * size, self.to_token)
+        return Stretch(slots, pages, start, stop, blocks.start)
 
-    def _first_whole(self, group: int, page_tokens: int) -> int:
-        """The first token from which on every page of the group is there."""
-        run = self.pages[group]
-        ids = np.asarray(run.ids, dtype=np.int64)
-        gaps = np.flatnonzero(ids == NULL_PAGE)
-        first = run.first + (int(gaps[-1]) + 1 if gaps.size else 0)
-        return first * page_tokens
+    def _first_whole(self, each: PartPages) -> int:
+        """The first token from which on every page is there."""
+        run = self.pages[each.group]
+        gaps = np.flatnonzero(np.asarray(run.ids, dtype=np.int64) == NULL_PAGE)
+        return (run.first + (int(gaps[-1]) + 1 if gaps.size else 0)) * each.cache.page_tokens
+
+
+def _runs(blocks: Places) -> list[tuple[range, slice]]:
+    """Blocks that follow each other, and where they stand."""
+    cuts = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), blocks.size]
+    return [
+        (range(int(blocks[first]), int(blocks[first]) + end - first), slice(first, end))
+        for first, end in itertools.pairwise(cuts)
+        if end > first
+    ]

@@ -18,11 +18,12 @@ import torch
 
 from prefixcache.identity.fingerprint import NamespaceIdentity
 from prefixcache_client import Client, CopyResult, Namespace, PromptKeys, StoreResult
+from prefixcache_client.blocks import BlockFormat
 from prefixcache_vllm.fences import Fence
 from prefixcache_vllm.identity import EngineIdentity
 from prefixcache_vllm.orders import LoadOrder, PageRun, SaveOrder, StepOrders
 from prefixcache_vllm.packing import Packing, PageShape, UnknownFormError, View, layer_views
-from prefixcache_vllm.pages import NULL_PAGE, LayerPages, PagedSpan
+from prefixcache_vllm.pages import NULL_PAGE, LayerPages, PagedParts, PagedSpan, describe_layers
 from prefixcache_vllm.transfers import Load, Save, SaveTask, Transfers
 
 TENSOR_PARALLEL: Final = "tensor_parallel"
@@ -49,9 +50,9 @@ class Ended:
 
 
 class _Source(NamedTuple):
-    """Where a save reads: layers' tensors, and the request's pages in them by group."""
+    """Where a save reads: the layers' tensors, and the request's pages in them by group."""
 
-    layers: Mapping[int, LayerPages]
+    parts: PagedParts
     pages: tuple[PageRun, ...]
 
 
@@ -66,7 +67,9 @@ class WorkerSide:
         self._engine = engine
         self._rank = rank
         self._transfers = Transfers(save_queue)
+        self._form = BlockFormat(engine.identity.layout, engine.identity.block_tokens)
         self._layers: dict[int, LayerPages] = {}
+        self._parts: PagedParts = ()
         self._namespaces: dict[bytes, Namespace] = {}
         self._loading: dict[str, LoadOrder] = {}
         self._closing: set[str] = set()
@@ -97,8 +100,13 @@ class WorkerSide:
             log.warning("prefixcache is off in this worker: %s", error)
             self.reason_off = error.reason
             return
-        missing = set(shapes) - set(self._layers)
-        self.reason_off = "layers_missing" if missing else ""
+        try:
+            self._parts = describe_layers(self._form, self._layers, self._first_head)
+        except (ValueError, KeyError) as error:
+            log.warning("prefixcache is off in this worker: %s", error)
+            self.reason_off = "layers_mismatch"
+            return
+        self.reason_off = ""
 
     def load(self, orders: StepOrders, *, now: bool) -> None:
         """Begin the step's loads; `now`: do them before this returns."""
@@ -117,9 +125,9 @@ class WorkerSide:
         """Begin the step's saves, after its forward pass."""
         for order in orders.saves:
             namespace = self._namespace(order.fingerprint, orders.namespaces)
-            source = _Source(self._layers, order.pages)
+            source = _Source(self._parts, order.pages)
             if self._staging and not self.reason_off:
-                source = _staged(source)
+                source = self._staged(order)
             work = self._save_work(order, namespace, source, Fence.here(self._any_tensor()))
             self._transfers.save(order.request_id, order.end_block - order.first_block, work)
         self._closing |= orders.closing
@@ -148,9 +156,7 @@ class WorkerSide:
         def work() -> CopyResult:
             if self.reason_off:
                 return CopyResult(ok=False, tokens=0, size_bytes=0, reason=self.reason_off)
-            span = PagedSpan(
-                self._layers, order.pages, order.from_token, order.to_token, self._first_head, partial=True
-            )  # fmt: skip
+            span = PagedSpan(self._parts, order.pages, order.from_token, order.to_token, partial=True)
             with fence.after():
                 return self._client.copy_by_ticket(namespace, order.ticket, span)
 
@@ -165,11 +171,26 @@ class WorkerSide:
                 return StoreResult(0, 0, 0, {self.reason_off: task.blocks}, self.reason_off)
             if self._rank.count > 1:
                 return StoreResult(0, 0, 0, {TENSOR_PARALLEL: task.blocks}, TENSOR_PARALLEL)
-            span = PagedSpan(source.layers, source.pages, first, end, hold=task.hold)
+            span = PagedSpan(source.parts, source.pages, first, end, hold=task.hold)
             with fence.after():
                 return self._client.store(namespace, PromptKeys(order.keys, end), span, from_token=first)
 
         return work
+
+    def _staged(self, order: SaveOrder) -> _Source:
+        """The same pages in memory of our own, copied here and now: windows give theirs away before the next step."""
+        ids = [torch.tensor([page for page in run.ids if page != NULL_PAGE], dtype=torch.long) for run in order.pages]
+        layers = {}
+        for number, layer in self._layers.items():
+            views: list[View] = []
+            for tensor, axes, holds in layer.views:
+                at = axes.index("b")
+                blank = torch.empty_like(tensor.narrow(at, 0, 1))
+                copied = tensor.index_select(at, ids[layer.group].to(tensor.device))
+                views.append((torch.cat((blank, copied), at), axes, holds))
+            layers[number] = LayerPages(views, layer.group, layer.page_tokens)
+        parts = describe_layers(self._form, layers, self._first_head)
+        return _Source(parts, tuple(_renumbered(run) for run in order.pages))
 
     def _note_load(self, request_id: str, result: CopyResult, ended: Ended) -> None:
         order = self._loading.pop(request_id)
@@ -199,21 +220,6 @@ class WorkerSide:
 
 def _pages_of(order: LoadOrder) -> set[int]:
     return {page for run in order.pages for page in run.ids if page != NULL_PAGE}
-
-
-def _staged(source: _Source) -> _Source:
-    """The same pages in memory of our own, copied here and now: windows give theirs away before the next step."""
-    ids = [torch.tensor([page for page in run.ids if page != NULL_PAGE], dtype=torch.long) for run in source.pages]
-    layers = {}
-    for number, layer in source.layers.items():
-        views: list[View] = []
-        for tensor, axes, holds in layer.views:
-            at = axes.index("b")
-            blank = torch.empty_like(tensor.narrow(at, 0, 1))
-            copied = tensor.index_select(at, ids[layer.group].to(tensor.device))
-            views.append((torch.cat((blank, copied), at), axes, holds))
-        layers[number] = LayerPages(views, layer.group, layer.page_tokens)
-    return _Source(layers, tuple(_renumbered(run) for run in source.pages))
 
 
 def _renumbered(run: PageRun) -> PageRun:

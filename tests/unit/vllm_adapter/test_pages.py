@@ -14,7 +14,7 @@ from prefixcache_offload.memory import Memory
 from prefixcache_offload.units import SLOT_GRANULE
 from prefixcache_vllm.orders import PageRun, page_run
 from prefixcache_vllm.packing import PageShape, layer_views
-from prefixcache_vllm.pages import NULL_PAGE, LayerPages, PagedSpan
+from prefixcache_vllm.pages import NULL_PAGE, LayerPages, PagedSpan, describe_layers
 
 HEADS, DIM, LAYERS, TOKENS = 2, 8, 2, 448
 FORM = BlockFormat(Layout.of(LayerGroup(GroupKind.FULL, tuple(range(LAYERS)), HEADS, DIM, DIM, "float32")), 64)
@@ -51,10 +51,11 @@ class Pages:
         shape = PageShape(HEADS, size, DIM, DIM)
         packing = "k_transposed" if form == "packed" else "plain"
         self.form = form
-        self.layers = {
+        layers = {
             i: LayerPages(layer_views(tensor, shape, packing), 0, size)  # type: ignore[arg-type] # a literal
             for i, tensor in enumerate(self.tensors)
         }
+        self.parts = describe_layers(FORM, layers)
 
     def token(self, layer: int, token: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of K and V of one token, [head, value], written down without the code under test."""
@@ -82,7 +83,7 @@ class Pages:
         return kv
 
     def span(self, first: int, end: int, *, partial: bool) -> PagedSpan:
-        return PagedSpan(self.layers, (page_run(self.ids, self.size, first, end),), first, end, partial=partial)
+        return PagedSpan(self.parts, (page_run(self.ids, self.size, first, end),), first, end, partial=partial)
 
 
 def pool_of(blocks: Values | None) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:

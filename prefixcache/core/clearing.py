@@ -124,7 +124,7 @@ class Clearing:
             place = path.blocks - 1 - node.start
         else:
             node = None
-        if node is not None and event.gently and (text := _in_use(node, node.start + place)):
+        if event.gently and (text := self._why_not(space, node, place, keys)):
             self.state.refuse(out, Kind.FAILED_PRECONDITION, Refusal.IN_USE, text)
             return
         if node is not None:
@@ -136,6 +136,14 @@ class Clearing:
         if not event.own_tail and keys:
             self._clear_unknown(space, keys, out)
         self._answer([(0, 0)], out)
+
+    def _why_not(self, space: Namespace, node: Node | None, place: int, keys: bytes) -> str:
+        """Who would lose something if all from `place` of a node on went (no node: what has `keys` as its prefix)."""
+        first = keys[-KEY_BYTES:] if node is None else node.edge[place * KEY_BYTES : (place + 1) * KEY_BYTES]
+        block = len(keys) // KEY_BYTES - 1 if node is None else node.start + place
+        if any(pin.key(block) == first for pin in space.prefix_pins.values()):
+            return "some of it is pinned; see `prefixcache pins`"
+        return _in_use(node, block) if node is not None else ""
 
     def _clear_unknown(self, space: Namespace, keys: bytes, out: list[Command]) -> None:
         """A prefix that is not stored as far as anybody knows: it may be pinned, or still to be told by the disk."""
@@ -202,7 +210,7 @@ def _in_use(node: Node, first: int) -> str:
         if below.owner is not None:
             return "some of it is being stored; try again when it is committed"
         if below.pinned_depth() > max(first, below.start):
-            return "some of it is leased, being moved, or pinned; see `describe` and `pins`"
+            return "some of it is leased or being written to disk; try again, or see `prefixcache describe`"
     return ""
 
 

@@ -36,15 +36,10 @@ class Clearing:
 
     def clear(self, event: ClearRequested, out: list[Command]) -> None:
         state = self.state
-        if event.keys is None and (event.gently or event.own_tail):
-            text = "only a prefix can be evicted gently, or as far as it is nobody else's: name its keys"
+        if text := _contradiction(event):
             state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID, text)
             return
         if event.namespace is None:
-            if event.keys is not None:
-                text = "keys need a namespace"
-                state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID, text)
-                return
             counts = [self._clear_all(space, out) for space in state.namespaces.values()]
             if self.recoverer is not None:
                 out.append(RevokeRecords(None, None))
@@ -192,6 +187,14 @@ class Clearing:
         gone = sum(count[0] for count in counts)
         self.state.stats.blocks_cleared += gone
         out.append(Cleared(gone, sum(count[1] for count in counts)))
+
+
+def _contradiction(event: ClearRequested) -> str:
+    if event.namespace is None and event.keys is not None:
+        return "keys need a namespace"
+    if event.keys is None and (event.gently or event.own_tail):
+        return "only a prefix can be evicted gently, or as far as it is nobody else's: name its keys"
+    return ""
 
 
 def _own_tail(path: Path) -> Node | None:

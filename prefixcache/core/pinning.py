@@ -38,6 +38,7 @@ class Pinning:
     def __init__(self, state: State, remover: Remover) -> None:
         self.state = state
         self.remover = remover
+        remover.shorten_pins = self.shorten
         self.prefetcher: Prefetcher | None = None  # where there is a disk
         self.demoter: Demoter | None = None
         self._tended = 0
@@ -91,6 +92,8 @@ class Pinning:
         space, above = node.space, node.parent
         assert space is not None
         assert above is not None
+        if not space.prefix_pins:
+            return
         below = set(subtree(node))
         for pin in [each for each in space.prefix_pins.values() if each.pins and each.pins[0].node in below]:
             self._unwant(pin)

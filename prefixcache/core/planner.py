@@ -60,7 +60,7 @@ class Planner:
         self.filling = Filling(state, self.remover)
         self.sessions = Sessions(state, self.acquiring, self.filling)
         self.snapshots = Snapshots(state, self.sessions, self.remover)
-        self.pinning = self.remover.pinning = self.clearing.pinning = Pinning(state, self.remover)
+        self.pinning = self.clearing.pinning = Pinning(state, self.remover)
         self.prefetcher = Prefetcher(state, self.acquiring.touch)
         self.demoter: Demoter | None = None
         self.loader: Loader | None = None

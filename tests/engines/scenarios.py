@@ -72,3 +72,90 @@ def _output(request: Any) -> dict[str, Any]:
         "logprobs": [next(iter(each.values())).logprob for each in completion.logprobs or ()],
         "finish_reason": str(completion.finish_reason),
     }
+
+
+def abort_after(llm: Any, prompt: list[int], steps: int, name: str) -> None:
+    """A request that is aborted after so many steps of the engine."""
+    _add(llm, name, prompt, 8)
+    for _ in range(steps):
+        llm.llm_engine.step()
+    llm.llm_engine.abort_request([name])
+    llm.llm_engine.step()
+
+
+def crowd(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, int]:
+    """Requests that do not fit at once: how many finished with all their tokens, and how often one was preempted."""
+    core = _core(llm)
+    preempted: list[str] = []
+    original = core.scheduler._preempt_request
+
+    def counted(request: Any, *arguments: Any, **more: Any) -> None:
+        preempted.append(request.request_id)
+        original(request, *arguments, **more)
+
+    core.scheduler._preempt_request = counted
+    outputs = generate(llm, prompts, max_tokens)
+    core.scheduler._preempt_request = original
+    return {"whole": sum(len(each["tokens"]) == max_tokens for each in outputs), "preempted": len(preempted)}
+
+
+def change_weights(llm: Any, factor: float) -> bool:
+    """Scale a weight of the running model (matrices are repacked when loaded), and tell vLLM."""
+    model = _core(llm).model_executor.driver_worker.worker.model_runner.get_model()
+    next(p for name, p in model.named_parameters() if "input_layernorm" in name).data.mul_(factor)
+    return bool(llm.reset_prefix_cache(reset_connector=True))
+
+
+def forget_own_cache(llm: Any) -> bool:
+    """Empty vLLM's own prefix cache, not ours."""
+    return bool(llm.reset_prefix_cache())
+
+
+def kill_while_loading(llm: Any, prompt: list[int], max_tokens: int, pid: int) -> dict[str, Any]:
+    """Kill a daemon when slots are leased and their copy is about to begin."""
+    import os
+    import signal
+
+    worker = _worker(llm)
+    original = worker._client.copy_by_ticket
+
+    def killing(*arguments: Any) -> Any:
+        os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + WAIT_S
+        while worker._client._link.session.alive and time.monotonic() < until:
+            time.sleep(0.01)
+        return original(*arguments)
+
+    worker._client.copy_by_ticket = killing
+    try:
+        return generate(llm, [prompt], max_tokens)[0]
+    finally:
+        worker._client.copy_by_ticket = original
+
+
+def break_loads(llm: Any, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    """Every load of this request fails after it has written garbage."""
+    from prefixcache_client import CopyResult
+
+    worker = _worker(llm)
+    original = worker._client.copy_by_ticket
+
+    def broken(*arguments: Any) -> Any:
+        original(*arguments)
+        for layer in worker._layers.values():
+            for tensor, _, _ in layer.views:
+                tensor[1:].fill_(2.0)  # finite: kernels read past the end of a prompt and mask it
+        return CopyResult(ok=False, tokens=0, size_bytes=0, reason="lease_lost")
+
+    worker._client.copy_by_ticket = broken
+    try:
+        return generate(llm, [prompt], max_tokens)[0]
+    finally:
+        worker._client.copy_by_ticket = original
+
+
+def _add(llm: Any, name: str, prompt: list[int], max_tokens: int) -> None:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)

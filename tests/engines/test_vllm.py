@@ -27,9 +27,10 @@ FORKED = prompt(2, 700, like=LONG[:512])
 def first(
     shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    """The engine that computes and stores; pages of 32 tokens, no prefix cache of its own."""
+    """The engine that computes and stores: pages of 32 tokens, prompts in chunks, little room, no cache of its own."""
     log = tmp_path_factory.mktemp("first") / "log"
-    with Engine(checkpoints("llama"), f"unix://{shared_daemon.socket}", log=log) as engine:
+    settings = {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 70, "max_model_len": 2048}
+    with Engine(checkpoints("llama"), f"unix://{shared_daemon.socket}", log=log, **settings) as engine:
         yield engine
 
 
@@ -90,6 +91,59 @@ def test_generated_tokens_are_stored_too(first: Engine, second: Engine) -> None:
     loaded = second.one(turn)
     assert loaded.cached == 384
     assert loaded.tokens == first.one(turn, cache_salt="cold").tokens
+
+
+def test_aborted_at_any_moment(first: Engine, cold: Output) -> None:
+    first.call("settle")
+    free = first.call("counts")["free_blocks"]
+    for steps in range(9):
+        first.call("abort_after", prompt=LONG, steps=steps, name=f"known {steps}")
+        first.call("abort_after", prompt=prompt(100 + steps, 500), steps=steps, name=f"new {steps}")
+    first.call("settle")
+    counts = first.call("counts")
+    assert (counts["free_blocks"], counts["entries"], counts["pinned_bytes"]) == (free, 0, 0)
+    assert first.one(LONG).tokens == cold.tokens
+
+
+def test_a_load_that_failed_is_computed(second: Engine, cold: Output) -> None:
+    other = prompt(6, 700)
+    expected = second.one(other, cache_salt="cold")
+    second.one(other)
+    second.call("settle")
+    assert second.call("forget_own_cache")
+    broken = Output(**second.call("break_loads", prompt=other, max_tokens=16))
+    assert (broken.tokens, broken.finish_reason) == (expected.tokens, "length")
+    assert second.call("counts")["reasons"]["load_failed"] >= 1
+
+
+def test_preempted_requests_store_no_wrong_byte(first: Engine) -> None:
+    prompts = [prompt(20 + i, 500) for i in range(4)]
+    done = first.call("crowd", prompts=prompts, max_tokens=150)
+    assert done["whole"] == len(prompts)
+    assert done["preempted"] > 0
+    first.call("settle")
+    for each in prompts:
+        loaded = first.one(each)
+        assert loaded.cached == 448
+        assert loaded.tokens == first.one(each, cache_salt="cold").tokens
+
+
+def test_a_prompt_that_is_all_there(first: Engine) -> None:
+    whole = prompt(7, 640)
+    computed = first.one(whole)
+    first.call("settle")
+    loaded = first.one(whole)
+    assert loaded.tokens == computed.tokens
+    assert loaded.cached >= 639
+
+
+def test_changed_weights_find_nothing_of_before(first: Engine, cold: Output) -> None:
+    assert first.call("change_weights", factor=1.5)
+    changed = first.one(LONG)
+    assert changed.cached == 0
+    assert changed.tokens != cold.tokens
+    first.call("settle")
+    assert first.one(LONG).cached == 640, "and the new weights' own blocks are shared again"
 
 
 def test_nothing_is_left_behind(first: Engine, second: Engine) -> None:

@@ -74,7 +74,7 @@ class Engine:
         """As `generate`, one prompt."""
         return self.generate(prompt, max_tokens=max_tokens, **more)[0]
 
-    def call(self, name: str, **arguments: Any) -> Any:
+    def call(self, name: str, /, **arguments: Any) -> Any:
         """The answer of a function of `scenarios.py`."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([name, arguments]).encode() + b"\n")

@@ -117,6 +117,7 @@ class DaemonAsker:
             self._work.put(None)
 
     def _run(self) -> None:
+        self._client.open()  # now rather than at the first question; a daemon need not be there
         while (task := self._work.get()) is not None:
             ask, used_tokens = task
             unwanted = self._answer(ask) if used_tokens is None else ask.forget()

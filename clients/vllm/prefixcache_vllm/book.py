@@ -114,8 +114,9 @@ class RequestBook:
         if entry.phase is Phase.RUNNING:  # it was preempted (and saves called off), or its load failed
             entry.phase = Phase.NEW
             entry.saved_blocks = 0
-        if entry.failed:
-            return self._nothing(entry, LOAD_FAILED)
+        if entry.failed:  # counted when it failed
+            entry.phase = Phase.FOUND
+            return 0
         if entry.phase is Phase.NEW:
             return self._ask(entry, tokens, local_tokens, now)
         if entry.phase is Phase.ASKED:

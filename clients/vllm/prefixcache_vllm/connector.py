@@ -61,7 +61,8 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
             self.reason_off = error.reason
             log.warning("prefixcache is off: %s", error)
             return
-        client = Client(options.address or None, ClientOptions(client_name=f"vllm {engine.label}"))
+        limits = ClientOptions(timeout_s=options.ask_timeout_s, client_name=f"vllm {engine.label}")
+        client = Client(options.address or None, limits)
         if role is base.KVConnectorRole.SCHEDULER:
             self._asker = DaemonAsker(client, options.ask_timeout_s, options.load_timeout_s)
             self._client = client

@@ -66,7 +66,9 @@ class Counts:
 class Transfers:
     """See the rules above. `load`, `save`, `let_go`, `ended` and `saving` are called by one thread, the engine's."""
 
-    def __init__(self, save_queue: int) -> None:
+    def __init__(self, save_queue: int, prepare: Callable[[], object]) -> None:
+        """`prepare`: called once by the loading thread before its first load."""
+        self._prepare = prepare
         self._save_queue = save_queue
         self._loads: queue.SimpleQueue[tuple[str, Load] | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[SaveTask | None] = queue.SimpleQueue()
@@ -138,6 +140,7 @@ class Transfers:
             thread.join(timeout_s)
 
     def _load_all(self) -> None:
+        self._prepare()
         while (task := self._loads.get()) is not None:
             request_id, load = task
             result = self._do_load(load)

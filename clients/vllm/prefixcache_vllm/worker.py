@@ -66,7 +66,7 @@ class WorkerSide:
         self._client = client
         self._engine = engine
         self._rank = rank
-        self._transfers = Transfers(save_queue)
+        self._transfers = Transfers(save_queue, client.open)
         self._form = BlockFormat(engine.identity.layout, engine.identity.block_tokens)
         self._layers: dict[int, LayerPages] = {}
         self._parts: PagedParts = ()

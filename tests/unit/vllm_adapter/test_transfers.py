@@ -15,7 +15,7 @@ OK = CopyResult(ok=True, tokens=64, size_bytes=10)
 
 @pytest.fixture
 def transfers() -> Iterator[Transfers]:
-    made = Transfers(save_queue=2)
+    made = Transfers(2, lambda: None)
     yield made
     made.close(5.0)
 

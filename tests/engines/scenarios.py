@@ -23,7 +23,7 @@ def settle(llm: Any) -> None:
     """Step until everything is saved and nothing is kept for it."""
     core, until = llm.llm_engine.engine_core.engine_core, time.monotonic() + WAIT_S
     transfers = _worker(llm).transfers
-    while core.scheduler.has_requests() or transfers._waiting_count:
+    while core.scheduler.has_requests() or transfers.busy:
         core.step_fn()
         assert time.monotonic() < until, "saves do not end"
 

@@ -119,6 +119,11 @@ class Transfers:
         with self._lock:
             return request_id in self._waiting
 
+    @property
+    def busy(self) -> bool:
+        """Whether any save has not ended."""
+        return self._waiting_count > 0
+
     def let_go(self, request_id: str) -> None:
         """The request's pages get another owner now."""
         with self._lock:

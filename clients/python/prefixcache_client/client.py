@@ -18,7 +18,7 @@ from prefixcache.identity.canonical import Value
 from prefixcache.identity.fingerprint import Scales
 from prefixcache.identity.layout import Layout
 from prefixcache.identity.model import NamespaceOptions
-from prefixcache_client import acquire, handover, lookup, store
+from prefixcache_client import acquire, handover, lookup, prefetch, store
 from prefixcache_client import namespace as namespaces
 from prefixcache_client.address import parse_address
 from prefixcache_client.errors import Failure
@@ -28,7 +28,7 @@ from prefixcache_client.link import Link
 from prefixcache_client.namespace import Namespace, Prompt, Secrets
 from prefixcache_client.options import ClientOptions
 from prefixcache_client.reasons import QUEUE_FULL
-from prefixcache_client.results import CopyResult, LookupResult, StoreResult
+from prefixcache_client.results import CopyResult, LookupResult, PrefetchResult, StoreResult
 from prefixcache_client.stats import ClientStats, Counters
 from prefixcache_client.writer import Writer
 
@@ -202,6 +202,10 @@ class Client:
     def lookup(self, ns: Namespace, prompt: Prompt, *, timeout_s: float | None = None) -> LookupResult:
         """How much of a prompt is cached, here and on other nodes. Leases nothing and counts as no use."""
         return lookup.lookup(self._link, ns, prompt, self.options.timeout_s if timeout_s is None else timeout_s)
+
+    def prefetch(self, ns: Namespace, prompt: Prompt, *, timeout_s: float | None = None) -> PrefetchResult:
+        """Have the prompt's blocks brought up from slower tiers, for an `acquire` soon; leases nothing, never waits."""
+        return prefetch.prefetch(self._link, ns, prompt, self.options.timeout_s if timeout_s is None else timeout_s)
 
     def stats(self) -> ClientStats:
         """Counters since the client was made."""

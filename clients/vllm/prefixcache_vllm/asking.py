@@ -10,6 +10,7 @@ It must not know vLLM or what the answer is used for.
 
 import queue
 import threading
+import time
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -17,6 +18,8 @@ from prefixcache_client import Client, Lease, LeaseTicket, Namespace, PromptKeys
 
 _THREADS: Final = 3
 """Enough that a question for blocks on disk does not hold up the next ones."""
+
+_HINTS_PAUSE_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,9 @@ class Asker(Protocol):
     def give_back(self, ask: Ask, used_tokens: int) -> None:
         """The answer is not needed any more, or never was; `used_tokens` of the prompt were."""
 
+    def hint(self, question: Question) -> None:
+        """This will be asked soon: what is on a slower tier may come up already. Nothing is leased."""
+
     @property
     def pool_bytes(self) -> int:
         """Bytes of the daemon's memory, 0 while unknown."""
@@ -90,7 +96,8 @@ class DaemonAsker:
     def __init__(self, client: Client, timeout_s: float, load_timeout_s: float) -> None:
         self._client = client
         self._timeouts = (timeout_s, load_timeout_s)
-        self._work: queue.SimpleQueue[tuple[Ask, int | None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Ask, int | None] | Question | None] = queue.SimpleQueue()
+        self._hints_from = 0.0
         self._threads = [
             threading.Thread(target=self._run, name=f"prefixcache-ask-{number}", daemon=True)
             for number in range(_THREADS)
@@ -111,6 +118,11 @@ class DaemonAsker:
         """See Asker."""
         self._work.put((ask, used_tokens))
 
+    def hint(self, question: Question) -> None:
+        """See Asker."""
+        if time.monotonic() >= self._hints_from:
+            self._work.put(question)
+
     def close(self) -> None:
         """End the threads; what is still asked is answered or dropped with the client."""
         for _ in self._threads:
@@ -119,10 +131,19 @@ class DaemonAsker:
     def _run(self) -> None:
         self._client.open()  # now rather than at the first question; a daemon need not be there
         while (task := self._work.get()) is not None:
+            if isinstance(task, Question):
+                self._prefetch(task)
+                continue
             ask, used_tokens = task
             unwanted = self._answer(ask) if used_tokens is None else ask.forget()
             if unwanted is not None:
                 unwanted.release(used_tokens or 0)
+
+    def _prefetch(self, question: Question) -> None:
+        prompt = PromptKeys(question.keys, question.tokens)
+        if self._client.prefetch(question.namespace, prompt, timeout_s=self._timeouts[0]).reason:
+            # No slower tier, no daemon, or enough on its way: hints would only cost.
+            self._hints_from = time.monotonic() + _HINTS_PAUSE_S
 
     def _answer(self, ask: Ask) -> Lease | None:
         question = ask.question

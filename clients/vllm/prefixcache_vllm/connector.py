@@ -144,6 +144,11 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
         """A cache: a save that is lost costs time, not a request."""
         return False
 
+    def on_new_request(self, request: Any) -> None:
+        """See the base class."""
+        if self._scheduler is not None:
+            self._scheduler.arrived(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See the base class."""
         return (0, False) if self._scheduler is None else self._scheduler.matched(request, num_computed_tokens)

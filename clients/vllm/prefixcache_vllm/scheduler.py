@@ -16,7 +16,7 @@ from typing import Any, Final
 from prefixcache.identity.fingerprint import NamespaceIdentity
 from prefixcache.identity.keys import Extra, root_key
 from prefixcache_client import Namespace
-from prefixcache_vllm.asking import Asker
+from prefixcache_vllm.asking import Asker, Question
 from prefixcache_vllm.book import Entry, Limits, Phase, RequestBook
 from prefixcache_vllm.chain import RequestChain
 from prefixcache_vllm.identity import CannotShareError, EngineIdentity, new_epoch
@@ -40,6 +40,7 @@ class SchedulerSide:
         """Raises ValueError or OSError for a tenant key that cannot be read."""
         self._engine = engine
         self._options = options
+        self._asker = asker
         self._tenant_key = options.tenant_key()
         self._identity = engine.identity
         self._loads, self._saves = loads, saves
@@ -64,6 +65,16 @@ class SchedulerSide:
         self._running: set[str] = set()
         self._loading: dict[str, tuple[frozenset[int], int]] = {}
         self._steps = 0
+
+    def arrived(self, request: Any) -> None:
+        """See KVConnectorBase_V1.on_new_request."""
+        entry = self._entry(request)
+        if entry is None or not self._loads:
+            return
+        self._catch_up(entry, request)
+        keys = entry.chain.keys()
+        if keys:
+            self._asker.hint(Question(entry.namespace, keys, request.num_tokens, 0, request.num_tokens))
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """See KVConnectorBase_V1.get_num_new_matched_tokens."""

@@ -200,6 +200,16 @@ def test_salt_images_and_epochs_change_the_keys(asker: FakeAsker) -> None:
     assert side.book.get("a") is not None
 
 
+def test_an_arrival_is_hinted_at_without_a_lease(asker: FakeAsker) -> None:
+    side, each = side_of(asker), request()
+    side.arrived(each)
+    side.arrived(request("short", 10))
+    assert [blocks_of(hint.keys) for hint in asker.hints] == [3]
+    assert not asker.asked
+    side.matched(each, 0)
+    assert asker.asked[0].question.keys == asker.hints[0].keys
+
+
 def test_roles(asker: FakeAsker) -> None:
     reader = SchedulerSide(engine(), Options(), asker, saves=False)
     each = request()

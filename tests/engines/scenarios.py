@@ -3,6 +3,8 @@
 import time
 from typing import Any
 
+from tests.e2e.processes import wait_until
+
 WAIT_S = 60.0
 
 
@@ -74,6 +76,42 @@ def _output(request: Any) -> dict[str, Any]:
     }
 
 
+def announced(llm: Any, prompt: list[int]) -> list[dict[str, Any]]:
+    """What the engine publishes of ours for a prompt, encoded and decoded with vLLM's own classes."""
+    import msgspec
+    from vllm.distributed.kv_events import BlockStored, KVEventBatch
+
+    publisher = _core(llm).scheduler.kv_event_publisher
+    wire: list[bytes] = []
+    original = publisher.publish
+    publisher.publish = lambda batch: wire.append(msgspec.msgpack.encode(batch))
+    try:
+        generate(llm, [prompt], 1)
+        settle(llm)
+        until = time.monotonic() + WAIT_S
+        while not wire and time.monotonic() < until:
+            generate(llm, [[7] * 8], 1)  # events leave with a step
+    finally:
+        publisher.publish = original
+    decoded = [msgspec.msgpack.decode(each, type=KVEventBatch) for each in wire]
+    events = [event for batch in decoded for event in batch.events]
+    ours = [each for each in events if isinstance(each, BlockStored) and each.medium == "CPU"]
+    return [
+        {
+            "hashes": [each.hex() for each in event.block_hashes],
+            "parent": event.parent_block_hash.hex() if event.parent_block_hash else "",
+            "tokens": event.token_ids,
+            "block_size": event.block_size,
+        }
+        for event in ours
+    ]
+
+
+def root(llm: Any) -> str:
+    """The parent of every first block of requests without salt and adapter."""
+    return str(_scheduler(llm)._namespaces[""].epoch.root.hex())
+
+
 def abort_after(llm: Any, prompt: list[int], steps: int, name: str) -> None:
     """A request that is aborted after so many steps of the engine."""
     _add(llm, name, prompt, 8)
@@ -121,9 +159,7 @@ def kill_while_loading(llm: Any, prompt: list[int], max_tokens: int, pid: int) -
 
     def killing(*arguments: Any) -> Any:
         os.kill(pid, signal.SIGKILL)
-        until = time.monotonic() + WAIT_S
-        while worker._client._link.session.alive and time.monotonic() < until:
-            time.sleep(0.01)
+        assert wait_until(lambda: not worker._client._link.session.alive)
         return original(*arguments)
 
     worker._client.copy_by_ticket = killing

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from prefixcache.identity.keys import block_keys
 from tests.e2e.processes import DaemonProcess
 from tests.engines.conftest import Checkpoints
 from tests.engines.vllm_engine import Engine, Output
@@ -48,7 +49,8 @@ def second(
 ) -> Iterator[Engine]:
     """Another process, with pages of 128 tokens and vLLM's own prefix cache."""
     log = tmp_path_factory.mktemp("second") / "log"
-    settings = {"enable_prefix_caching": True, "block_size": 128}
+    events = {"enable_kv_cache_events": True, "publisher": "null"}
+    settings = {"enable_prefix_caching": True, "block_size": 128, "kv_events_config": events}
     with Engine(checkpoints("llama"), f"unix://{shared_daemon.socket}", log=log, **settings) as engine:
         yield engine
 
@@ -81,6 +83,14 @@ def test_fresh_process_with_other_pages(second: Engine, cold: Output) -> None:
     own = second.one(LONG)
     assert own.cached == 640
     assert own.logprobs == loaded.logprobs
+
+
+def test_stored_blocks_are_announced(second: Engine) -> None:
+    told = prompt(9, 200)
+    (event,) = second.call("announced", prompt=told)
+    keys = block_keys(bytes.fromhex(second.call("root")), told, BLOCK)
+    assert "".join(event["hashes"]) == keys.hex()
+    assert (event["tokens"], event["block_size"], event["parent"]) == (told[:192], BLOCK, "")
 
 
 def test_generated_tokens_are_stored_too(first: Engine, second: Engine) -> None:

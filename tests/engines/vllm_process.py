@@ -48,6 +48,10 @@ def engine(request: dict[str, Any]) -> Any:
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"prefixcache.address": request["address"], **connector},
         }
+    if "kv_events_config" in request["settings"]:
+        from vllm.config import KVEventsConfig
+
+        request["settings"]["kv_events_config"] = KVEventsConfig(**request["settings"]["kv_events_config"])
     return LLM(model=request["model"], **(settings | request["settings"]))
 
 

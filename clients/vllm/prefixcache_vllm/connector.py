@@ -12,8 +12,10 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from prefixcache_client import Client, ClientOptions
+from prefixcache_vllm.announcing import Announcements
 from prefixcache_vllm.asking import DaemonAsker
 from prefixcache_vllm.counting import LOADED, LOOKED_UP, Numbers, difference, scheduler_numbers, worker_numbers
+from prefixcache_vllm.events import Confirmations, block_stored, can_announce
 from prefixcache_vllm.identity import CannotShareError, EngineIdentity, engine_identity
 from prefixcache_vllm.options import Options, read_options
 from prefixcache_vllm.orders import StepOrders
@@ -69,6 +71,9 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
             self._scheduler = SchedulerSide(
                 engine, options, self._asker, loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer
             )  # fmt: skip
+            events = getattr(vllm_config, "kv_events_config", None)
+            if getattr(events, "enable_kv_cache_events", False) and can_announce():
+                self._scheduler.announcements = Announcements()
         else:
             rank = Rank(_rank(), int(vllm_config.parallel_config.tensor_parallel_size))
             self._now = options.load == "sync"
@@ -137,6 +142,11 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
         """See the base class."""
         return set() if self._ended is None else self._ended.bad_pages
 
+    def get_kv_connector_kv_cache_events(self) -> Any:
+        """See the base class."""
+        numbers = self._worker.transfers.take_visible() if self._worker is not None else []
+        return Confirmations(numbers) if numbers and can_announce() else None
+
     # The scheduler's side.
 
     @property
@@ -170,6 +180,9 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
             failed = getattr(connector_output, "failed_recving", None) or ()
             bad_pages = getattr(connector_output, "invalid_block_ids", None) or ()
             self._scheduler.loaded(arrived, failed, bad_pages)
+            confirmed = getattr(connector_output, "kv_cache_events", None)
+            if self._scheduler.announcements is not None and isinstance(confirmed, Confirmations):
+                self._scheduler.announcements.confirmed(confirmed.get_all_events())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See the base class."""
@@ -190,7 +203,8 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
 
     def take_events(self) -> Iterable[Any]:
         """See the base class."""
-        return ()
+        side = self._scheduler
+        return [] if side is None or side.announcements is None else map(block_stored, side.announcements.take())
 
     # Both sides.
 

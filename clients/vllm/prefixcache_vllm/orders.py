@@ -32,7 +32,10 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """Store blocks [first_block, end_block) out of these pages. `keys`: packed keys of blocks 0 to end_block - 1."""
+    """Store blocks [first_block, end_block) out of these pages. `keys`: packed keys of blocks 0 to end_block - 1.
+
+    `number`: what it is confirmed by.
+    """
 
     request_id: str
     fingerprint: bytes
@@ -40,6 +43,7 @@ class SaveOrder:
     first_block: int
     end_block: int
     pages: tuple[PageRun, ...]
+    number: int = 0
 
 
 @dataclass(slots=True)

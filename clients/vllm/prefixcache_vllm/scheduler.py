@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from prefixcache.identity.fingerprint import NamespaceIdentity
-from prefixcache.identity.keys import Extra, root_key
+from prefixcache.identity.keys import KEY_BYTES, Extra, root_key
 from prefixcache_client import Namespace
+from prefixcache_vllm.announcing import Announcements, StoredBlocks
 from prefixcache_vllm.asking import Asker, Question
 from prefixcache_vllm.book import Entry, Limits, Phase, RequestBook
 from prefixcache_vllm.chain import RequestChain
@@ -65,6 +66,9 @@ class SchedulerSide:
         self._running: set[str] = set()
         self._loading: dict[str, tuple[frozenset[int], int]] = {}
         self._steps = 0
+        self._number = 1
+        self.announcements: Announcements | None = None
+        """What to tell routers; None where nobody listens."""
 
     def arrived(self, request: Any) -> None:
         """See KVConnectorBase_V1.on_new_request."""
@@ -246,9 +250,24 @@ class SchedulerSide:
             blocks.start,
             blocks.stop,
             self._pages(table, blocks.start * size, blocks.stop * size),
+            self._number,
         )
+        self._number += 1
         orders.saves.append(order)
+        if self.announcements is not None:
+            self.announcements.ordered(order.number, self._announced(request, order))
         self._name(orders, order.fingerprint)
+
+    def _announced(self, request: Any, order: SaveOrder) -> StoredBlocks:
+        size, first = self._options.block_tokens, order.first_block * KEY_BYTES
+        return StoredBlocks(
+            order.keys[first:],
+            order.keys[first - KEY_BYTES : first] if first else None,
+            tuple(request.all_token_ids[order.first_block * size : order.end_block * size]),
+            size,
+            str(getattr(getattr(request, "lora_request", None), "lora_name", "") or ""),
+            str(getattr(request, "cache_salt", None) or ""),
+        )
 
     def _pages(self, table: tuple[list[int], ...], first: int, end: int) -> tuple[PageRun, ...]:
         groups = self._engine.groups

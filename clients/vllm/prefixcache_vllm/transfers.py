@@ -19,7 +19,7 @@ from typing import Final
 
 from prefixcache_client import CopyResult, StoreResult
 from prefixcache_client.errors import Failure
-from prefixcache_client.reasons import INTERNAL, QUEUE_FULL
+from prefixcache_client.reasons import ALREADY_STORED, INTERNAL, QUEUE_FULL
 
 CALLED_OFF: Final = "called_off"
 
@@ -36,6 +36,7 @@ class SaveTask:
     save: Save
     lock: threading.Lock = field(default_factory=threading.Lock)
     called_off: bool = False
+    number: int = 0
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -77,6 +78,7 @@ class Transfers:
         self._waiting: dict[str, list[SaveTask]] = {}
         self._waiting_count = 0
         self._counts = Counts()
+        self._visible: list[int] = []
         self._threads = [
             threading.Thread(target=self._load_all, name="prefixcache-load", daemon=True),
             threading.Thread(target=self._save_all, name="prefixcache-save", daemon=True),
@@ -103,13 +105,13 @@ class Transfers:
             except queue.Empty:
                 return found
 
-    def save(self, request_id: str, blocks: int, save: Save) -> None:
-        """Have a save done, unless too many wait already."""
+    def save(self, request_id: str, blocks: int, save: Save, number: int = 0) -> None:
+        """Have a save done, unless too many wait already. `number`: see `take_visible`."""
         with self._lock:
             if self._waiting_count >= self._save_queue:
                 self._counts.not_saved_blocks[QUEUE_FULL] += blocks
                 return
-            task = SaveTask(request_id, blocks, save)
+            task = SaveTask(request_id, blocks, save, number=number)
             self._waiting.setdefault(request_id, []).append(task)
             self._waiting_count += 1
         self._saves.put(task)
@@ -130,6 +132,12 @@ class Transfers:
             tasks = list(self._waiting.get(request_id, ()))
         for task in tasks:
             task.call_off()
+
+    def take_visible(self) -> list[int]:
+        """Numbers of the saves all of whose blocks are visible, since the last call."""
+        with self._lock:
+            visible, self._visible = self._visible, []
+        return visible
 
     def take_counts(self) -> Counts:
         """What was counted since the last call."""
@@ -179,6 +187,8 @@ class Transfers:
             self._counts.saved_blocks += result.stored_blocks
             self._counts.save_bytes += result.size_bytes
             self._counts.not_saved_blocks.update(result.refused)
+            if result.stored_blocks + result.refused.get(ALREADY_STORED, 0) >= task.blocks:
+                self._visible.append(task.number)
             left = self._waiting[task.request_id]
             left.remove(task)
             if not left:

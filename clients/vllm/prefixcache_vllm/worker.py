@@ -129,7 +129,7 @@ class WorkerSide:
             if self._staging and not self.reason_off:
                 source = self._staged(order)
             work = self._save_work(order, namespace, source, Fence.here(self._any_tensor()))
-            self._transfers.save(order.request_id, order.end_block - order.first_block, work)
+            self._transfers.save(order.request_id, order.end_block - order.first_block, work, order.number)
         self._closing |= orders.closing
 
     def let_go(self, orders: StepOrders) -> None:

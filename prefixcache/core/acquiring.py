@@ -19,13 +19,15 @@ from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Tier
 from prefixcache.core.leases import Lease
 from prefixcache.core.loading import Loader, Wish
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.radix import ROW_DTYPE, Node, Path, Pin, hot_from, path_to
+from prefixcache.core.promoting import Promoter
+from prefixcache.core.radix import ROW_DTYPE, Path, Pin, hot_from, node_at, path_to
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.removal import Remover
 from prefixcache.core.slabs import SlabMover
 from prefixcache.core.state import Session, State
 
 # Members of an enum are looked up by a Python call each time (Python 3.11): what every call needs is kept here.
+_GPU = int(Tier.GPU)
 _HOST = int(Tier.HOST)
 _DISK = int(Tier.DISK)
 
@@ -37,6 +39,7 @@ class Acquiring:
         self.state = state
         self.loader: Loader | None = None  # where there is a disk
         self.demoter: Demoter | None = None
+        self.promoter: Promoter | None = None  # where there is a GPU pool
         self.checks = checks
         self.foreign = ForeignAcquiring(state, checks)
         self.remover = remover
@@ -75,9 +78,11 @@ class Acquiring:
             out.append(Acquired(lease_id, from_block, 0, 0, (), stop, (0, 0, 0, 0), now))
             return
         reply = self._promise(event, space, path, end, wish)
+        if session.gpus and self.promoter is not None:
+            self.promoter.promise(session, space, event, reply)
         reply.stop, reply.expires_at = stop, now + state.clipped_ttl(event.ttl_s)
         lease = Lease(lease_id, event.session, space, reply)
-        self.remover.pin(_node_at(path, end), end, lease.pins)
+        self.remover.pin(node_at(path, end), end, lease.pins)
         begin_lease(state, session, lease, out)
         if wish is not None:
             wish.give(lease)
@@ -174,9 +179,12 @@ class Acquiring:
                 ledger.miss[lease.stop] += (planned - ready) * tokens
                 ledger.miss[event.unused] -= (planned - ready) * tokens
         ledger.hit[_HOST] += hit
+        if near := lease.reply.tokens[_GPU]:
+            ledger.hit[_GPU] += min(near, hit)
+            ledger.hit[_HOST] -= min(near, hit)
         if missed:
             ledger.miss[event.unused] += missed
-        self._end(lease, out)
+        self._end(lease, out, used=True)
         out.append(Released(lease.lease, hit, missed))
 
     def end_unreleased(self, lease: Lease, reason: Miss, out: list[Command]) -> None:
@@ -188,29 +196,32 @@ class Acquiring:
         self.state.stats.leases_expired += expired
         if expired:
             self.state.remember_expired(lease.lease)
-        self._end(lease, out)
+        self._end(lease, out, used=False)
         out.append(LeaseEnded(lease.lease, lease.session, reason))
 
-    def _end(self, lease: Lease, out: list[Command]) -> None:
+    def _end(self, lease: Lease, out: list[Command], *, used: bool) -> None:
         state = self.state
         if lease.loads and self.loader is not None:
             self.loader.leave(lease, out)
         lease.ended = True
         state.deadlines.note_ended()
         del state.leases[lease.lease]
-        del state.sessions[lease.session].leases[lease.lease]
+        session = state.sessions[lease.session]
+        del session.leases[lease.lease]
         if lease.space.foreign is None:
             for pin in lease.pins:
                 path = path_to(pin.node, pin.depth)
                 self._touch(lease.space, path)
-                if lease.space.on_disk:
+                if lease.space.table.counts_hits:
                     self._count_hit(lease.space, path, pin)
+        if session.gpus and self.promoter is not None:
+            self.promoter.lease_ended(lease, session, out, used=used)
         self.remover.unpin_all(lease.pins)
         if self.mover.retired:
             self.mover.settle_retired()
 
     def _count_hit(self, space: Namespace, path: Path, pin: Pin) -> None:
-        """For what is worth keeping on disk, and writing to it early."""
+        """For what is worth keeping on disk, and writing to it early, or copying to a GPU."""
         hits = space.table.hits
         for piece in path.stretches(0, path.blocks) if path.nodes and not path.nodes[0].start else ():
             if isinstance(piece, slice):
@@ -343,9 +354,3 @@ def _remember(space: Namespace, path: Path) -> None:
         if space.cold_blocks:
             rows = rows[space.table.parts[0].slots[rows] != NO_SLOT]
         space.policy.used(space, rows)
-
-
-def _node_at(path: Path, end: int) -> Node:
-    """The node in which the first `end` blocks (at least one) of a path end."""
-    last = path.nodes[-1]
-    return last if last.start < end else next(node for node in reversed(path.nodes) if node.start < end)

@@ -21,6 +21,7 @@ from prefixcache.core.freeing import Freer
 from prefixcache.core.granting import Granting
 from prefixcache.core.leases import Lease
 from prefixcache.core.loading import Loader
+from prefixcache.core.promoting import Promoter
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.recovering import Recoverer
 from prefixcache.core.removal import Remover
@@ -60,6 +61,9 @@ class Planner:
         self.loader: Loader | None = None
         self.freer: Freer | None = None
         self.recoverer: Recoverer | None = None
+        self.promoter: Promoter | None = None
+        if state.gpus:
+            self.promoter = self.acquiring.promoter = Promoter(state, self.remover, config.gpu)
         if config.disk is not None:
             self._add_disk(config.disk, room)
         self._handlers = self._wire()
@@ -89,6 +93,9 @@ class Planner:
             state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.EVENT_UNKNOWN, text)
         else:
             handler(event, now, out)
+        if state.news:
+            out += state.news
+            state.news.clear()
         return out
 
     def _end_due(self, now: float, out: list[Command]) -> None:
@@ -100,29 +107,33 @@ class Planner:
 
     def _wire(self) -> dict[type, Handler]:
         sessions, acquiring, filling, clearing = self.sessions, self.acquiring, self.filling, self.clearing
-        return self._wire_disk() | {
-            events.AcquireRequested: acquiring.acquire,
-            events.LeaseReleased: lambda event, now, out: acquiring.release(event, out),
-            events.LeaseRenewed: acquiring.renew,
-            events.LookupRequested: lambda event, now, out: acquiring.lookup(event, out),
-            events.ReserveRequested: self._reserve,
-            events.CommitRequested: lambda event, now, out: filling.commit(event, out),
-            events.AbortRequested: lambda event, now, out: filling.abort(event, out),
-            events.SessionOpened: lambda event, now, out: sessions.open(event, out),
-            events.SessionEnded: lambda event, now, out: sessions.end(event, out),
-            events.ProcessExited: lambda event, now, out: sessions.exit(event, out),
-            events.NamespaceOpened: lambda event, now, out: sessions.open_namespace(event, out),
-            events.ClearRequested: lambda event, now, out: clearing.clear(event, out),
-            events.PartFailedVerification: lambda event, now, out: clearing.part_failed(event, out),
-            events.CopyDone: lambda event, now, out: self._copy_done(event, out),
-            events.ChecksumDone: lambda event, now, out: self._checksum_done(event),
-            events.VerifyDone: lambda event, now, out: self.checks.done(event, now, out, acquiring.acquire),
-            events.SnapshotRequested: lambda event, now, out: self.snapshots.take(out),
-            events.SnapshotRestored: lambda event, now, out: self.snapshots.restore(event, out),
-            events.CapacityReady: lambda event, now, out: self._capacity_ready(event, out),
-            events.DrainStarted: lambda event, now, out: self._drain(out),
-            events.TimePassed: self._time_passed,
-        }
+        return (
+            self._wire_disk()
+            | self._wire_gpu()
+            | {
+                events.AcquireRequested: acquiring.acquire,
+                events.LeaseReleased: lambda event, now, out: acquiring.release(event, out),
+                events.LeaseRenewed: acquiring.renew,
+                events.LookupRequested: lambda event, now, out: acquiring.lookup(event, out),
+                events.ReserveRequested: self._reserve,
+                events.CommitRequested: lambda event, now, out: filling.commit(event, out),
+                events.AbortRequested: lambda event, now, out: filling.abort(event, out),
+                events.SessionOpened: lambda event, now, out: sessions.open(event, out),
+                events.SessionEnded: lambda event, now, out: sessions.end(event, out),
+                events.ProcessExited: lambda event, now, out: sessions.exit(event, out),
+                events.NamespaceOpened: lambda event, now, out: sessions.open_namespace(event, out),
+                events.ClearRequested: lambda event, now, out: clearing.clear(event, out),
+                events.PartFailedVerification: lambda event, now, out: clearing.part_failed(event, out),
+                events.CopyDone: lambda event, now, out: self._copy_done(event, out),
+                events.ChecksumDone: lambda event, now, out: self._checksum_done(event),
+                events.VerifyDone: lambda event, now, out: self.checks.done(event, now, out, acquiring.acquire),
+                events.SnapshotRequested: lambda event, now, out: self.snapshots.take(out),
+                events.SnapshotRestored: lambda event, now, out: self.snapshots.restore(event, out),
+                events.CapacityReady: lambda event, now, out: self._capacity_ready(event, out),
+                events.DrainStarted: lambda event, now, out: self._drain(out),
+                events.TimePassed: self._time_passed,
+            }
+        )
 
     def _wire_disk(self) -> dict[type, Handler]:
         demoter, loader, freer, recoverer = self.demoter, self.loader, self.freer, self.recoverer
@@ -137,6 +148,15 @@ class Planner:
             events.RecoveryDone: lambda event, now, out: recoverer.finish(event, out),
             events.DiskChanged: lambda event, now, out: self._disk_changed(event, out),
             events.FlushStarted: lambda event, now, out: demoter.flush(out),
+        }
+
+    def _wire_gpu(self) -> dict[type, Handler]:
+        promoter = self.promoter
+        if promoter is None:
+            return {}
+        return {
+            events.PromotionDone: lambda event, now, out: promoter.done(event, out),
+            events.DeviceLost: lambda event, now, out: promoter.lost(event, out),
         }
 
     def _records_written(self, event: events.RecordsWritten, now: float, out: list[Command]) -> None:

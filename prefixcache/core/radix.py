@@ -338,6 +338,12 @@ def path_to(node: Node, depth: int) -> Path:
     return Path(nodes, depth)
 
 
+def node_at(path: Path, end: int) -> Node:
+    """The node in which the first `end` blocks (at least one) of a path end."""
+    last = path.nodes[-1]
+    return last if last.start < end else next(node for node in reversed(path.nodes) if node.start < end)
+
+
 def pin_path(node: Node, depth: int, holder: list[Pin]) -> None:
     """Pins the path down to `depth`, which ends in `node`, for `holder`."""
     pin = Pin(node, depth, holder)

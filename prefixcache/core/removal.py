@@ -90,6 +90,8 @@ class Remover:
 
     def cool(self, space: Namespace, node: Node) -> None:
         """All blocks of a node give their slots back; they are on disk."""
+        if space.copies:
+            space.leave_gpus(node.row_array())
         for slots in space.table.take_slots(node.row_array()):
             self.release_slots(slots)
         space.cold_blocks += node.count
@@ -171,6 +173,8 @@ class Remover:
             # Whoever holds something below the cut holds what is above it as well, until now through it.
             for pin in [pin for below in subtree(node) for pin in below.pins or ()]:
                 self.pin(above, above.end, pin.holder)
+        if space.copies:
+            space.leave_gpus(node.row_array())
         hidden = self._hide(space, node)
         gone = sum(below.count for below in hidden)
         for below in reversed(hidden):
@@ -214,6 +218,8 @@ class Remover:
 
     def release(self, space: Namespace, rows: Rows) -> None:
         """Gives rows and the slots they hold back."""
+        if space.copies:
+            space.leave_gpus(rows)
         if space.on_disk:
             self._forget_records(space, rows)
         if space.policy.remembers:

@@ -134,7 +134,7 @@ class Simulator:
         return tell(self.history)
 
     def run(self, steps: int = STEPS) -> None:
-        for _ in range(steps if self.disk is None and not self.is_gpu else 3 * steps):
+        for _ in range(steps * (3 if self.disk is not None else 2 if self.is_gpu else 1)):
             self.step()
         self.finish()
 

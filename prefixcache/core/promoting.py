@@ -198,8 +198,7 @@ class Promoter:
         if tier.reason or end <= job.first:
             return 0
         near = copies.tree.walk(job.keys)
-        if near.blocks != job.first:
-            return 0  # its parent went
+        assert near.blocks == job.first  # its parent is pinned, and only one promotion has a row at a time
         count = end - job.first
         rows = job.rows[:count]
         copies.place(rows, {part: slots[:count] for part, slots in job.slots.items()}, job.generation)

@@ -112,10 +112,11 @@ class Simulator:
             self.trouble, self.diligence = self.rng.choice((0.15, 0.5)), self.rng.choice((0.6, 0.9))
             if self.flavour == "disk_moves":
                 self.disk.haste = 0.0
-        self.gpu_slabs = [self.rng.randint(1, 4) for _ in range(self.rng.choice((1, 1, 2)))] if self.is_gpu else []
+        self.gpu_slabs = [self.rng.randint(1, 2) for _ in range(self.rng.choice((1, 1, 2)))] if self.is_gpu else []
         self.memories |= {pool: Memory() for pool in range(1, len(self.gpu_slabs) + 1)}
         if self.is_gpu:
-            self.trouble, self.diligence = self.rng.choice((0.05, 0.15)), self.rng.choice((0.6, 0.9))
+            self.trouble, self.diligence = self.rng.choice((0.05, 0.15)) if self.flavour != "gpu_cuts" else 0.4, 0.9
+            self.slabs = self.rng.randint(3, 8)
         self.config = self._config(1)
         self.planner = Planner(self.config)
         self.nonsense = Nonsense(self)
@@ -438,7 +439,11 @@ class Simulator:
             self.send(PartFailedVerification(space.number, part, row, generation))
 
     def lose_device(self) -> None:
-        self.send(self.executor.lose(self.rng.choice([pool for pool in self.memories if pool != HOST_POOL])))
+        """Mostly while somebody reads from it."""
+        read = {run.pool for worker in self.workers for each in worker.readings.values() for run in each.runs}
+        read.discard(HOST_POOL)
+        if read or self.rng.random() < 0.1:
+            self.send(self.executor.lose(self.rng.choice(sorted(read) or list(self.memories)[1:])))
 
     def restart(self) -> None:
         """A clean drain, a snapshot, and a new planner over the same bytes, some of which rotted."""
@@ -657,7 +662,7 @@ class Simulator:
             for number, slabs in enumerate(self.gpu_slabs, 1)
         ]
         policy = self.config.policy if hasattr(self, "config") else self.rng.choice(POLICIES) if self.is_gpu else "lru"
-        gpu = GpuSpec(self.rng.choice((3, 16)) * GRANULE, self.rng.choice((2, 16)) * GRANULE)
+        gpu = GpuSpec(self.rng.choice((6, 16)) * GRANULE, self.rng.choice((2, 16)) * GRANULE)
         return PlannerConfig(
             (pool, *gpus),
             generation,

@@ -15,18 +15,22 @@ from prefixcache.core.acquiring import Acquiring
 from prefixcache.core.commands import Command, PromoteSlots, SetGenerations
 from prefixcache.core.events import DeviceLost, LeaseReleased, PromotionDone
 from prefixcache.core.gpu import Copies, GpuTier
-from prefixcache.core.ids import KEY_BYTES
 from prefixcache.core.invariants import InvariantError
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.promoting import Promoter, Promotion
+from prefixcache.core.promoting import Promoter
 from prefixcache.core.removal import Remover
 from prefixcache.core.sessions import Sessions
-from prefixcache.core.slabs import SlabMover
 from tests.sim.fakes import SimError
 from tests.sim.simulator import Simulator
 
 SEEDS = 600
-GPUS = ("gpu", "gpu_disk", "gpu_moves", "gpu_restarts")
+GPUS = ("gpu", "gpu_disk", "gpu_moves", "gpu_cuts", "gpu_lost", "gpu_restarts")
+# Where a bug shows in few of the seeds, those with more of what it takes are tried.
+ALONE = {
+    "pins_below_a_cut_forgotten": ("gpu_cuts",),
+    "lost_device_keeps_its_copies": ("gpu_lost",),
+    "lost_device_keeps_its_generations": ("gpu_lost",),
+}
 
 Patch = pytest.MonkeyPatch
 
@@ -91,17 +95,15 @@ def copies_under_old_generations(patch: Patch) -> None:
     patch.setattr(Promoter, "_begin", wrong)
 
 
-def copies_without_their_parents(patch: Patch) -> None:
-    right = Promoter._attach
+def parents_evicted_while_their_children_are_copied(patch: Patch) -> None:
+    right = Promoter._begin
 
-    def wrong(self: Promoter, job: Promotion) -> int:
-        near = job.copies.tree.walk(job.keys)
-        if near.blocks < job.first:  # whatever is there will do as a parent
-            job.keys = job.keys[: near.blocks * KEY_BYTES] + job.keys[job.first * KEY_BYTES :]
-            job.first = near.blocks
-        return right(self, job)
+    def wrong(self: Promoter, *rest: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(promoting, "pin_path", lambda node, depth, holder: None)
+            right(self, *rest)
 
-    patch.setattr(Promoter, "_attach", wrong)
+    patch.setattr(Promoter, "_begin", wrong)
 
 
 def the_same_block_copied_twice(patch: Patch) -> None:
@@ -159,17 +161,6 @@ def hits_counted_for_host_memory(patch: Patch) -> None:
     patch.setattr(Acquiring, "release", wrong)
 
 
-def sources_given_away_while_they_are_copied(patch: Patch) -> None:
-    right = SlabMover.settle_retired
-
-    def wrong(self: SlabMover) -> None:
-        promoting, self.state.promoting = self.state.promoting, {}
-        right(self)
-        self.state.promoting = promoting
-
-    patch.setattr(SlabMover, "settle_retired", wrong)
-
-
 def moved_rows_left_behind(patch: Patch) -> None:
     patch.setattr(Copies, "take", lambda self, rows: [column.slots[rows] for column in self.columns])
 
@@ -183,14 +174,13 @@ PLANTED: tuple[Callable[[Patch], None], ...] = (
     copies_outlive_what_went_to_disk,
     failed_copies_believed,
     copies_under_old_generations,
-    copies_without_their_parents,
+    parents_evicted_while_their_children_are_copied,
     the_same_block_copied_twice,
     copies_told_to_everybody,
     lost_device_keeps_its_copies,
     lost_device_keeps_its_generations,
     slots_of_failed_copies_leaked,
     hits_counted_for_host_memory,
-    sources_given_away_while_they_are_copied,
     moved_rows_left_behind,
 )
 
@@ -200,7 +190,7 @@ def test_finds_the_planted_bug(plant: Callable[[Patch], None], monkeypatch: Patc
     plant(monkeypatch)
     for seed in range(SEEDS):
         try:
-            Simulator(seed, GPUS).run()
+            Simulator(seed, ALONE.get(plant.__name__, GPUS)).run()
         except (SimError, InvariantError, AssertionError, KeyError, ValueError, IndexError):
             return
     raise AssertionError(f"{SEEDS} seeds did not find {plant.__name__}")

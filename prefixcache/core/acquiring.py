@@ -184,7 +184,7 @@ class Acquiring:
             ledger.hit[_HOST] -= min(near, hit)
         if missed:
             ledger.miss[event.unused] += missed
-        self._end(lease, out, used=True)
+        self._end(lease, out, used=used > 0)
         out.append(Released(lease.lease, hit, missed))
 
     def end_unreleased(self, lease: Lease, reason: Miss, out: list[Command]) -> None:

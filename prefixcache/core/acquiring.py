@@ -73,7 +73,7 @@ class Acquiring:
         space.tokens.look_up(total - from_block * tokens, total - key_blocks * tokens)
         stop = self._count_misses(space, path, event, (end, limit), wish)
         if end < path.blocks or end <= from_block:
-            self._touch(space, path)  # no lease holds all of it
+            self.touch(space, path)  # no lease holds all of it
         if end <= from_block:
             out.append(Acquired(lease_id, from_block, 0, 0, (), stop, (0, 0, 0, 0), now))
             return
@@ -209,16 +209,22 @@ class Acquiring:
         session = state.sessions[lease.session]
         del session.leases[lease.lease]
         if lease.space.foreign is None:
-            for pin in lease.pins:
-                path = path_to(pin.node, pin.depth)
-                self._touch(lease.space, path)
-                if lease.space.table.counts_hits:
-                    self._count_hit(lease.space, path, pin)
+            self._note_used(lease)
         if session.gpus and self.promoter is not None:
             self.promoter.lease_ended(lease, session, out, used=used)
         self.remover.unpin_all(lease.pins)
         if self.mover.retired:
             self.mover.settle_retired()
+
+    def _note_used(self, lease: Lease) -> None:
+        space = lease.space
+        for pin in lease.pins:
+            path = path_to(pin.node, pin.depth)
+            for node in path.nodes:
+                node.uses += node.end <= pin.depth
+            self.touch(space, path)
+            if space.table.counts_hits:
+                self._count_hit(space, path, pin)
 
     def _count_hit(self, space: Namespace, path: Path, pin: Pin) -> None:
         """For what is worth keeping on disk, and writing to it early, or copying to a GPU."""
@@ -233,7 +239,7 @@ class Acquiring:
         if self.demoter is not None:
             self.demoter.note_used(pin.node, pin.depth)
 
-    def _touch(self, space: Namespace, path: Path) -> None:
+    def touch(self, space: Namespace, path: Path) -> None:
         """These blocks were used now."""
         if not path.nodes:
             return

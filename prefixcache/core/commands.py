@@ -19,15 +19,14 @@ from numpy.typing import NDArray
 from prefixcache.core.copying import PartCopy as PartCopy
 from prefixcache.core.copying import PromoteSlots as PromoteSlots
 from prefixcache.core.ids import Generations, LeaseId, NamespaceId, PoolId, ReservationId, Rows, SessionId, Slots, Tier
+from prefixcache.core.pin_messages import PinEnded, PinReply
 from prefixcache.core.reasons import Kind, Miss, Refusal, Skip
 
 
 @dataclass(slots=True)
 class Refused:
     """The one negative answer. kind: canonical gRPC code name; metadata: facts for the message, never key material.
-
-    subject: the lease, reservation or session it is about (empty: none), because an Acquire that waited for a
-    verification is answered in a later call."""
+    subject: the lease, reservation or session it is about (empty: none): an Acquire may be answered in a later call."""
 
     kind: Kind
     reason: Refusal
@@ -231,7 +230,7 @@ class PartCheck:
 
 @dataclass(slots=True)
 class VerifyParts:
-    """Compare bytes with their digests. Ends in VerifyDone(check); the Acquire that asked is answered after it."""
+    """Compare bytes with their digests. Ends in VerifyDone(check), before the Acquire that asked is answered."""
 
     check: int
     namespace: NamespaceId
@@ -378,6 +377,7 @@ Reply: TypeAlias = (
     | Reserved
     | Committed
     | Aborted
+    | PinReply
     | Cleared
     | SnapshotTaken
     | SnapshotLoaded
@@ -385,6 +385,6 @@ Reply: TypeAlias = (
 Order: TypeAlias = (
     SetGenerations | CopySlots | ComputeChecksum | VerifyParts | PromoteSlots | WriteRecords | ReadRecords
     | CancelReads | FreeSegment | RevokeRecords
-    | LeaseEnded | ReservationEnded | DrainFinished | NamespaceForgotten | Published | Arrived
+    | LeaseEnded | ReservationEnded | PinEnded | DrainFinished | NamespaceForgotten | Published | Arrived
 )  # fmt: skip
 Command: TypeAlias = Reply | Order

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prefixcache.core import events
+from prefixcache.core import pin_messages as m
 from prefixcache.core.acquiring import Acquiring
 from prefixcache.core.checks import Checks
 from prefixcache.core.clearing import Clearing
@@ -21,6 +22,9 @@ from prefixcache.core.freeing import Freer
 from prefixcache.core.granting import Granting
 from prefixcache.core.leases import Lease
 from prefixcache.core.loading import Loader
+from prefixcache.core.pinning import Pinning
+from prefixcache.core.pins import Term
+from prefixcache.core.prefetching import Prefetcher
 from prefixcache.core.promoting import Promoter
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.recovering import Recoverer
@@ -57,6 +61,8 @@ class Planner:
         self.filling = Filling(state, self.remover)
         self.sessions = Sessions(state, self.acquiring, self.filling)
         self.snapshots = Snapshots(state, self.sessions, self.remover)
+        self.pinning = self.clearing.pinning = Pinning(state, self.remover)
+        self.prefetcher = Prefetcher(state, self.acquiring.touch)
         self.demoter: Demoter | None = None
         self.loader: Loader | None = None
         self.freer: Freer | None = None
@@ -71,6 +77,8 @@ class Planner:
     def _add_disk(self, spec: DiskSpec, room: RoomMaker) -> None:
         self.demoter = self.acquiring.demoter = Demoter(self.state, self.remover, spec)
         self.loader = self.acquiring.loader = Loader(self.state, self.remover, room, spec)
+        self.prefetcher.loader, self.pinning.prefetcher = self.loader, self.prefetcher
+        self.pinning.demoter = self.demoter
         self.freer = Freer(self.state, self.remover, spec)
         self.recoverer = self.clearing.recoverer = Recoverer(self.state, self.remover)
 
@@ -93,6 +101,8 @@ class Planner:
             state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.EVENT_UNKNOWN, text)
         else:
             handler(event, now, out)
+            if state.appeared:
+                self.pinning.settle()
         if state.news:
             out += state.news
             state.news.clear()
@@ -104,36 +114,37 @@ class Planner:
                 self.acquiring.end_unreleased(thing, Miss.LEASE_EXPIRED, out)
             elif isinstance(thing, Reservation):
                 self.filling.run_out(thing, out, expired=True)
+            elif isinstance(thing, Term):
+                self.pinning.run_out(thing, out)
 
     def _wire(self) -> dict[type, Handler]:
         sessions, acquiring, filling, clearing = self.sessions, self.acquiring, self.filling, self.clearing
-        return (
-            self._wire_disk()
-            | self._wire_gpu()
-            | {
-                events.AcquireRequested: acquiring.acquire,
-                events.LeaseReleased: lambda event, now, out: acquiring.release(event, out),
-                events.LeaseRenewed: acquiring.renew,
-                events.LookupRequested: lambda event, now, out: acquiring.lookup(event, out),
-                events.ReserveRequested: self._reserve,
-                events.CommitRequested: lambda event, now, out: filling.commit(event, out),
-                events.AbortRequested: lambda event, now, out: filling.abort(event, out),
-                events.SessionOpened: lambda event, now, out: sessions.open(event, out),
-                events.SessionEnded: lambda event, now, out: sessions.end(event, out),
-                events.ProcessExited: lambda event, now, out: sessions.exit(event, out),
-                events.NamespaceOpened: lambda event, now, out: sessions.open_namespace(event, out),
-                events.ClearRequested: lambda event, now, out: clearing.clear(event, out),
-                events.PartFailedVerification: lambda event, now, out: clearing.part_failed(event, out),
-                events.CopyDone: lambda event, now, out: self._copy_done(event, out),
-                events.ChecksumDone: lambda event, now, out: self._checksum_done(event),
-                events.VerifyDone: lambda event, now, out: self.checks.done(event, now, out, acquiring.acquire),
-                events.SnapshotRequested: lambda event, now, out: self.snapshots.take(out),
-                events.SnapshotRestored: lambda event, now, out: self.snapshots.restore(event, out),
-                events.CapacityReady: lambda event, now, out: self._capacity_ready(event, out),
-                events.DrainStarted: lambda event, now, out: self._drain(out),
-                events.TimePassed: self._time_passed,
-            }
-        )
+        return self._wire_disk() | self._wire_gpu() | {
+            events.AcquireRequested: acquiring.acquire,
+            events.LeaseReleased: lambda event, now, out: acquiring.release(event, out),
+            events.LeaseRenewed: acquiring.renew,
+            events.LookupRequested: lambda event, now, out: acquiring.lookup(event, out),
+            events.ReserveRequested: self._reserve,
+            events.CommitRequested: lambda event, now, out: filling.commit(event, out),
+            events.AbortRequested: lambda event, now, out: filling.abort(event, out),
+            events.SessionOpened: lambda event, now, out: sessions.open(event, out),
+            events.SessionEnded: lambda event, now, out: sessions.end(event, out),
+            events.ProcessExited: lambda event, now, out: sessions.exit(event, out),
+            events.NamespaceOpened: lambda event, now, out: sessions.open_namespace(event, out),
+            events.ClearRequested: lambda event, now, out: clearing.clear(event, out),
+            m.PinRequested: self.pinning.pin,
+            m.UnpinRequested: lambda event, now, out: self.pinning.unpin(event, out),
+            m.PrefetchRequested: self.prefetcher.request,
+            events.PartFailedVerification: lambda event, now, out: clearing.part_failed(event, out),
+            events.CopyDone: lambda event, now, out: self._copy_done(event, out),
+            events.ChecksumDone: lambda event, now, out: self._checksum_done(event),
+            events.VerifyDone: lambda event, now, out: self.checks.done(event, now, out, acquiring.acquire),
+            events.SnapshotRequested: lambda event, now, out: self.snapshots.take(out),
+            events.SnapshotRestored: lambda event, now, out: self.snapshots.restore(event, out),
+            events.CapacityReady: lambda event, now, out: self._capacity_ready(event, out),
+            events.DrainStarted: lambda event, now, out: self._drain(out),
+            events.TimePassed: self._time_passed,
+        }  # fmt: skip
 
     def _wire_disk(self) -> dict[type, Handler]:
         demoter, loader, freer, recoverer = self.demoter, self.loader, self.freer, self.recoverer
@@ -173,6 +184,7 @@ class Planner:
         if self.demoter is not None and self.freer is not None and self.loader is not None:
             self.freer.make_room(out)
             self.demoter.refill(now, out)
+            self.pinning.tend(now, out)
             if not self.loader.loads:
                 self.demoter.write_early(now, out)
 

@@ -57,6 +57,7 @@ class Shell:
     draining: bool = False
     is_growing: Callable[[], bool] = lambda: False
     blocks_of: Callable[[int], int] = lambda _: 0
+    namespace_opened: Callable[[bytes], object] = lambda _: None  # told of a new one's fingerprint, under the lock
     clear_lasts: Callable[[], object] = lambda: None  # waits until a clear would survive a crash
     digest_of: Callable[[bytes, int, int, int], bytes] = lambda *_: b""
 
@@ -76,14 +77,19 @@ class Shell:
                 common.REASON_NAMESPACE_UNKNOWN, f"namespace {number} is unknown since this server started; open it"
             ) from None
 
-    def add_namespace(self, number: int, fingerprint: bytes, spec: NamespaceSpec, label: str) -> None:
-        """Know a namespace that the planner knows. The first label stays."""
+    def add_namespace(
+        self, number: int, fingerprint: bytes, spec: NamespaceSpec, label: str, value_bytes: tuple[int, ...] = ()
+    ) -> None:
+        """Know a namespace that the planner knows. The first label and the first sizes of numbers stay."""
         known = self.namespaces.get(number)
-        if known is None or not known.label:
+        if known is None or not known.label or not known.value_bytes:
             sizes = tuple(part.size_bytes for part in spec.parts)
-            namespace = Namespace(number, fingerprint, label, spec, sizes, layouts.head_bytes(spec))
+            if known is not None:
+                label, value_bytes = known.label or label, known.value_bytes or value_bytes
+            namespace = Namespace(number, fingerprint, label, spec, sizes, layouts.head_bytes(spec), value_bytes)
             self.namespaces[number] = self.by_fingerprint[fingerprint] = namespace
             self.next_namespace = max(self.next_namespace, number + 1)
+            self.namespace_opened(fingerprint)
 
     def forget_namespace(self, number: int) -> None:
         """The planner forgot an empty namespace to make room; a worker that still uses its id is told to open it."""
@@ -185,7 +191,8 @@ class SessionCalls:
         with shell.owner.lock:
             event = e.NamespaceOpened(shell.next_namespace, message.fingerprint, spec)
             ready: c.NamespaceReady = expect(shell.owner.call(event), c.NamespaceReady)
-            shell.add_namespace(ready.namespace, message.fingerprint, spec, message.label)
+            told = layouts.value_bytes(message)
+            shell.add_namespace(ready.namespace, message.fingerprint, spec, message.label, told)
         if message.root_key:
             session.root_keys[ready.namespace] = message.root_key
         block_bytes = shell.namespaces[ready.namespace].block_bytes

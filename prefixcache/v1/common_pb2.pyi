@@ -143,6 +143,12 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """An id chosen by the client is in use for something else."""
     REASON_INTERNAL: _Reason.ValueType  # 55
     """A bug in the server; the message carries no secrets."""
+    REASON_IN_USE: _Reason.ValueType  # 56
+    """Blocks of it are leased, pinned or being stored; nothing was changed."""
+    REASON_PIN_BUDGET: _Reason.ValueType  # 57
+    """The pin's blocks do not fit what is left of the bytes for pins."""
+    REASON_PIN_UNKNOWN: _Reason.ValueType  # 58
+    """The pin is unknown: never granted, ended, or cleared."""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Why tokens were not served, blocks not stored, or a call refused. Every refusal, drop and miss carries one, and
@@ -234,6 +240,12 @@ REASON_ID_IN_USE: Reason.ValueType  # 54
 """An id chosen by the client is in use for something else."""
 REASON_INTERNAL: Reason.ValueType  # 55
 """A bug in the server; the message carries no secrets."""
+REASON_IN_USE: Reason.ValueType  # 56
+"""Blocks of it are leased, pinned or being stored; nothing was changed."""
+REASON_PIN_BUDGET: Reason.ValueType  # 57
+"""The pin's blocks do not fit what is left of the bytes for pins."""
+REASON_PIN_UNKNOWN: Reason.ValueType  # 58
+"""The pin is unknown: never granted, ended, or cleared."""
 global___Reason = Reason
 
 class _GroupKind:
@@ -379,6 +391,7 @@ class LayerGroup(google.protobuf.message.Message):
     K_BYTES_FIELD_NUMBER: builtins.int
     V_BYTES_FIELD_NUMBER: builtins.int
     SCALE_BYTES_FIELD_NUMBER: builtins.int
+    VALUE_BYTES_FIELD_NUMBER: builtins.int
     kind: global___GroupKind.ValueType
     """What a restore needs."""
     window_tokens: builtins.int
@@ -393,6 +406,10 @@ class LayerGroup(google.protobuf.message.Message):
     """Bytes of V of one token, one head, one layer (0 for MLA)."""
     scale_bytes: builtins.int
     """Bytes of scales of one head and layer in a block (0 without)."""
+    value_bytes: builtins.int
+    """Bytes of one number of K or V (2 for bfloat16); 0 where they are no whole bytes or unknown. Only a hint for forms in
+    which bytes are kept on disk; takes no part in identity.
+    """
     def __init__(
         self,
         *,
@@ -403,8 +420,9 @@ class LayerGroup(google.protobuf.message.Message):
         k_bytes: builtins.int = ...,
         v_bytes: builtins.int = ...,
         scale_bytes: builtins.int = ...,
+        value_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["k_bytes", b"k_bytes", "kind", b"kind", "kv_heads", b"kv_heads", "layers", b"layers", "scale_bytes", b"scale_bytes", "v_bytes", b"v_bytes", "window_tokens", b"window_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["k_bytes", b"k_bytes", "kind", b"kind", "kv_heads", b"kv_heads", "layers", b"layers", "scale_bytes", b"scale_bytes", "v_bytes", b"v_bytes", "value_bytes", b"value_bytes", "window_tokens", b"window_tokens"]) -> None: ...
 
 global___LayerGroup = LayerGroup
 

@@ -77,9 +77,7 @@ class Acquiring:
         if end <= from_block:
             out.append(Acquired(lease_id, from_block, 0, 0, (), stop, (0, 0, 0, 0), now))
             return
-        reply = self._promise(event, space, path, end, wish)
-        if session.gpus and self.promoter is not None:
-            self.promoter.promise(session, space, event, reply)
+        reply = self._promise(event, admitted, path, end, wish)
         reply.stop, reply.expires_at = stop, now + state.clipped_ttl(event.ttl_s)
         lease = Lease(lease_id, event.session, space, reply)
         self.remover.pin(node_at(path, end), end, lease.pins)
@@ -107,19 +105,26 @@ class Acquiring:
             self.demoter.refill(now, out)
         return space.tree.walk(event.keys), wish.end, wish
 
-    def _promise(self, event: AcquireRequested, space: Namespace, path: Path, end: int, wish: Wish | None) -> Acquired:
+    def _promise(
+        self, event: AcquireRequested, who: tuple[Session, Namespace], path: Path, end: int, wish: Wish | None
+    ) -> Acquired:
         """The answer but for stop and time. Where blocks still have to come, what is ready ends at the first."""
+        session, space = who
         first = event.from_block
         tokens = space.block_tokens
         planned = end - first
         if wish is None or wish.cold is None:
             runs = self._runs(space, path, first, end)
-            return Acquired(event.lease, first, planned, planned, runs, None, (0, planned * tokens, 0, 0), 0.0)
-        ready = int(np.argmax(wish.cold))
-        on_disk = int(np.count_nonzero(wish.cold)) * tokens
-        runs = self._runs(space, path, first, first + ready) if ready else ()
-        by_tier = (0, planned * tokens - on_disk, on_disk, 0)
-        return Acquired(event.lease, first, planned, ready, runs, None, by_tier, 0.0, eta_s=wish.eta_s)
+            reply = Acquired(event.lease, first, planned, planned, runs, None, (0, planned * tokens, 0, 0), 0.0)
+        else:
+            ready = int(np.argmax(wish.cold))
+            on_disk = int(np.count_nonzero(wish.cold)) * tokens
+            runs = self._runs(space, path, first, first + ready) if ready else ()
+            by_tier = (0, planned * tokens - on_disk, on_disk, 0)
+            reply = Acquired(event.lease, first, planned, ready, runs, None, by_tier, 0.0, eta_s=wish.eta_s)
+        if session.gpus and self.promoter is not None:
+            self.promoter.promise(session, space, event, reply)
+        return reply
 
     def lookup(self, event: LookupRequested, out: list[Command]) -> None:
         state = self.state

@@ -13,7 +13,7 @@ from prefixcache.core.ids import KEY_BYTES, NO_SLOT, SLOT_GRANULE
 from prefixcache.core.planner import Planner
 from prefixcache.core.policy.base import EvictionPolicy
 from prefixcache.core.promoting import Promoter
-from prefixcache.core.radix import DETACHED, NOT_QUEUED, VISIBLE, Node, subtree
+from prefixcache.core.radix import DETACHED, NOT_QUEUED, VISIBLE, Node, Pin, subtree
 
 
 def check(planner: Planner, promoter: Promoter) -> None:
@@ -35,6 +35,12 @@ def check(planner: Planner, promoter: Promoter) -> None:
         _check_leases(planner, tier)
     must(set(state.promoting) == set(promoter.jobs), "promotions and their serials differ")
     must(not state.news, "an event about copies was not told")
+
+
+def host_pins(planner: Planner) -> list[Pin]:
+    """Pins of what is being copied."""
+    jobs = planner.promoter.jobs.values() if planner.promoter is not None else ()
+    return [pin for job in jobs for pin in job.pins]
 
 
 def _nodes(copies: Copies) -> list[Node]:

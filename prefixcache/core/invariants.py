@@ -254,7 +254,7 @@ def _check_pins(planner: Planner, views: list[_View]) -> None:
     held: list[Pin] = [pin for lease in state.leases.values() for pin in lease.pins]
     held += [pin for reservation in state.reservations.values() for pin in reservation.pins]
     held += disk_invariants.pins(planner)
-    held += [pin for job in planner.promoter.jobs.values() for pin in job.pins] if planner.promoter is not None else []
+    held += gpu_invariants.host_pins(planner)
     held += pin_invariants.tree_pins(planner)
     on_nodes = [pin for view in views for node in view.nodes for pin in node.pins or ()]
     _must(len(held) == len(on_nodes) and set(held) == set(on_nodes), "pins and their holders differ")

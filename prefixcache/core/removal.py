@@ -176,8 +176,6 @@ class Remover:
             # Whoever holds something below the cut holds what is above it as well, until now through it.
             for pin in [pin for below in subtree(node) for pin in below.pins or ()]:
                 self.pin(above, above.end, pin.holder)
-        if space.copies:
-            space.leave_gpus(node.row_array())
         hidden = self._hide(space, node)
         gone = sum(below.count for below in hidden)
         for below in reversed(hidden):
@@ -198,6 +196,8 @@ class Remover:
     def _hide(self, space: Namespace, node: Node) -> list[Node]:
         """Makes the visible nodes of an unlinked subtree detached (answers them, parents first); drops the rest."""
         hidden: list[Node] = []
+        if space.copies:
+            space.leave_gpus(node.row_array())
         for below in list(subtree(node)):
             if below.state == VISIBLE:
                 space.policy.remove_leaf(below)

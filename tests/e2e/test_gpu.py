@@ -234,3 +234,21 @@ def test_a_device_that_cannot_be_is_told(folder: Path, value: str, told: str) ->
     assert done.returncode == 2
     assert "gpu" in done.stderr
     assert told in done.stderr
+
+
+def test_a_worker_that_cannot_reach_the_device_goes_on_without(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from prefixcache_offload import gpu
+
+    with Client(address(daemon), ON_GPU) as client:
+        store(client, 0)
+        assert climb(client, 0)
+
+    def refused(*_: object) -> object:
+        raise gpu.DeviceError(gpu.DeviceReason.WRONG_DEVICE, "the pool is elsewhere")
+
+    monkeypatch.setattr(gpu, "import_device_pool", refused)
+    with Client(address(daemon), ON_GPU) as client:
+        assert load(client, 0) == {"host": BLOCKS * BLOCK_TOKENS}
+    assert "the pool is elsewhere" in caplog.text

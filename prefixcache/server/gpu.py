@@ -33,6 +33,7 @@ Later = Callable[[Callable[[], e.Event]], None]
 _SLABS: Final = 8  # a small pool is still cut into so many
 _LEAST_SLAB: Final = 2 << 20
 _SLOW_S: Final = 10.0  # a copy that takes longer is trouble
+_FAILURES: Final = 8  # copies in a row that fail, whatever the device says, and it counts as lost
 
 
 class GpuStore:
@@ -44,6 +45,7 @@ class GpuStore:
         self.pools: dict[int, DevicePool] = {}
         self._later: Later = lambda work: None
         self._lost: set[int] = set()
+        self._failures: dict[int, int] = {}  # by pool, since the last copy that came
         self._lock = threading.Lock()
         self._under_way: dict[int, float] = {}  # promotions: since when
         self.refused: dict[str, str] = {}  # devices without a pool, and why
@@ -124,14 +126,18 @@ class GpuStore:
 
     def _ended(self, order: c.PromoteSlots, pool: DevicePool, error: Exception | None) -> None:
         """A promotion ended; on any thread."""
+        number = order.target_pool
         with self._lock:
             self._under_way.pop(order.copy, None)
-            lost = pool.broken is not None and order.target_pool not in self._lost
+            self._failures[number] = self._failures.get(number, 0) + 1 if error is not None else 0
+            given_up = pool.broken is not None or self._failures[number] >= _FAILURES
+            lost = given_up and number not in self._lost
             if lost:
-                self._lost.add(order.target_pool)
+                self._lost.add(number)
         if lost:
-            reason = f"{DeviceReason.LOST}: {pool.broken}"
-            log.error("a GPU pool is lost", extra={"facts": {"device": pool.device, "error": pool.broken}})
+            why = pool.broken or f"{_FAILURES} copies in a row failed, the last with: {error}"
+            reason = f"{DeviceReason.LOST}: {why}"
+            log.error("a GPU pool is lost", extra={"facts": {"device": pool.device, "error": why}})
             self._later(lambda: e.DeviceLost(order.target_pool, reason))
         elif error is not None:
             log.warning("a copy to a GPU failed", extra={"facts": {"device": pool.device, "error": error}})

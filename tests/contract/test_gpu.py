@@ -159,3 +159,11 @@ def test_metrics_tell_of_the_tier(daemon: Daemon, worker: GpuWorker) -> None:
     assert 'prefixcache_tier_blocks{tier="gpu"} 4.0' in text
     assert "prefixcache_blocks_promoted_total 4.0" in text
     assert f'prefixcache_tokens_hit_total{{tier="gpu"}} {float(4 * BLOCK_TOKENS)}' in text
+
+
+def test_a_prefix_is_described_with_its_copies(daemon: Daemon, worker: GpuWorker) -> None:
+    keys = stored(worker)
+    climb(worker, keys)
+    with daemon.owner.lock:
+        blocks = daemon.statistics.describe_blocks(worker.namespace, keys)
+    assert [list(block.tiers) for block in blocks] == [[common.TIER_GPU, common.TIER_HOST]] * 4

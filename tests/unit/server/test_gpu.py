@@ -104,6 +104,23 @@ def test_a_lost_device_is_told_once(running: Running, monkeypatch: pytest.Monkey
     assert running.next() == e.PromotionDone(2, ok=False)
 
 
+def test_a_device_on_which_nothing_comes_counts_as_lost(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(batch: object) -> object:
+        raise DeviceError(DeviceReason.NOT_SUPPORTED, "not today")
+
+    good = running.store.pools[1]._memory.start
+    for copy in range(20):
+        failed = copy % 10 < 7 if copy < 10 else True
+        monkeypatch.setattr(running.store.pools[1]._memory, "start", failing if failed else good)
+        running.promote(copy, PartCopy(SOURCES, TARGETS, SLOT_GRANULE))
+        told = running.next()
+        if isinstance(told, e.DeviceLost):
+            assert copy == 17, "not after eight in a row"
+            assert "not today" in told.reason
+            told = running.next()
+        assert told == e.PromotionDone(copy, ok=not failed)
+
+
 def test_a_closed_store_ends_what_waits(host: HostPool) -> None:
     running = Running(host)
     running.store.close()

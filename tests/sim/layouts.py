@@ -32,7 +32,7 @@ FLAVOURS: dict[str, tuple[list[int], list[str]]] = {
     "patches": ([2, 3], ["clear", "fail_part", "session_trouble"]),
     "gpu": ([0, 1, 0, 1, 2, 4], ["clear", "clear", "fail_part", "session_trouble", "lose_device"]),
     "gpu_moves": ([0, 1], ["clear", "session_trouble"]),
-    "gpu_cuts": ([0], ["clear"]),
+    "gpu_cuts": ([0], ["cut"]),
     "gpu_lost": ([0, 1], ["lose_device"]),
     "gpu_restarts": ([0, 1], ["restart", "session_trouble", "clear"]),
     "gpu_disk": ([0, 1], ["crash", "clear", "disk_trouble", "flush", "fail_part", "lose_device"]),

@@ -115,12 +115,14 @@ class Simulator:
             if self.flavour == "disk_moves":
                 self.disk.haste = 0.0
         self.gpu_slabs = [self.rng.randint(1, 2) for _ in range(self.rng.choice((1, 1, 2)))] if self.is_gpu else []
+        if self.flavour == "gpu_cuts":
+            self.gpu_slabs = [1]
         self.memories |= {pool: Memory() for pool in range(1, len(self.gpu_slabs) + 1)}
         if self.is_gpu:
             self.trouble, self.diligence = self.rng.choice((0.05, 0.15)) if self.flavour != "gpu_cuts" else 0.4, 0.9
             self.slabs = self.rng.randint(3, 8)
         self.pins = Pins(self)
-        self.pin_share = self.rng.choice((0.0, 0.5, 0.75, 0.75))
+        self.pin_share = self.rng.choice((0.0, 0.5, 0.75, 0.75)) if self.flavour != "gpu_cuts" else 0.0
         self.config = self._config(1)
         self.planner = Planner(self.config)
         self.nonsense = Nonsense(self)
@@ -274,6 +276,14 @@ class Simulator:
             if self.disk is not None and keys is None and event.namespace in (None, space):
                 gone |= self.disk.keys_of(space)  # also what was not told yet
             self.cleared.setdefault(space, set()).update(gone)
+
+    def cut(self) -> None:
+        """The end of what somebody reads is cleared."""
+        readings = [each for worker in self.workers for each in worker.readings.values() if each.ready > 1]
+        if readings:
+            reading = self.rng.choice(readings)
+            end = reading.reply.from_block + self.rng.randint(2, reading.ready)
+            self.send(ClearRequested(reading.prompt.namespace, reading.prompt.keys[: end * KEY_BYTES]))
 
     def faulted_in(self) -> None:
         self.send(CapacityReady(HOST_POOL, self.rng.randint(0, self.slabs * 4) * GRANULE))

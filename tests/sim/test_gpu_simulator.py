@@ -23,7 +23,7 @@ from prefixcache.core.sessions import Sessions
 from tests.sim.fakes import SimError
 from tests.sim.simulator import Simulator
 
-SEEDS = 600
+SEEDS = 1_500
 GPUS = ("gpu", "gpu_disk", "gpu_moves", "gpu_cuts", "gpu_lost", "gpu_restarts")
 # Where a bug shows in few of the seeds, those with more of what it takes are tried.
 ALONE = {

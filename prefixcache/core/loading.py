@@ -35,8 +35,8 @@ class Load:
     """One ReadRecords under way: rows in the order of their path; `state` of each, `left` parts still to come."""
 
     __slots__ = (
-        "cancelled", "front", "generation", "left", "lost", "number", "pins", "records", "rows", "slots", "space",
-        "state", "waiters",
+        "cancelled", "front", "generation", "kept", "left", "lost", "number", "pins", "records", "rows", "slots",
+        "space", "state", "waiters",
     )  # fmt: skip
 
     def __init__(self, number: int, space: Namespace, rows: Rows, slots: dict[int, Slots], generation: int) -> None:
@@ -51,6 +51,7 @@ class Load:
         self.left: NDArray[np.uint8] = np.full(len(rows), len(slots), np.uint8)
         self.front = 0  # rows before it are settled
         self.cancelled = False
+        self.kept = False  # it goes on although no lease waits for it
         self.lost = False  # some record was not there, or not whole
         self.records: Records
 
@@ -113,7 +114,7 @@ class Loader:
             return wish
         self._cut_by_time(event, space, (rows, cold), wish)
         if wish.end > first and cold[: wish.end].any():
-            self._begin(space, path, (rows[: wish.end], cold[: wish.end]), wish, now, out)
+            self.begin(space, path, (rows[: wish.end], cold[: wish.end]), wish, now, out)
         elif wish.stop is Miss.SLOWER_THAN_RECOMPUTE and self.meter.in_doubt(now):
             self._try_one(space, path, (rows, cold), now, out)
         wish.cold = cold[first : wish.end] if wish.end > first and cold[: wish.end].any() else None
@@ -125,7 +126,7 @@ class Loader:
         """Loads one block that nobody waits for: nothing else would tell that the disk has become faster."""
         rows, cold = found
         end = int(np.argmax(cold)) + 1
-        self._begin(space, path, (rows[:end], cold[:end]), Wish(end), now, out)
+        self.begin(space, path, (rows[:end], cold[:end]), Wish(end), now, out)
 
     def _cut_by_time(
         self, event: AcquireRequested, space: Namespace, found: tuple[Rows, NDArray[np.bool_]], wish: Wish
@@ -138,7 +139,7 @@ class Loader:
             return
         fresh = cold.copy()
         if space.loading:
-            fresh &= self._not_coming(space, rows, cold, wish)
+            fresh &= self.not_coming(space, rows, cold, wish)
         arrives = self.meter.wait_s() + np.cumsum(fresh) * (space.block_bytes / self.meter.bytes_per_s)
         in_time = arrives[cold] <= event.deadline_s
         if not in_time.all():
@@ -154,7 +155,7 @@ class Loader:
         if wish.end > hot:
             wish.eta_s = float(arrives[wish.end - 1])
 
-    def _not_coming(self, space: Namespace, rows: Rows, cold: NDArray[np.bool_], wish: Wish) -> NDArray[np.bool_]:
+    def not_coming(self, space: Namespace, rows: Rows, cold: NDArray[np.bool_], wish: Wish) -> NDArray[np.bool_]:
         """bool[n]: which rows nobody loads yet. What is being called off ends the wish: it ends at any moment, and
         until then nobody else can load it."""
         coming = [space.loading.get(row) for row in rows.tolist()]
@@ -164,7 +165,7 @@ class Loader:
             cold[wish.end :] = False
         return np.array([load is None for load in coming], np.bool_)
 
-    def _begin(
+    def begin(
         self, space: Namespace, path: Path, found: tuple[Rows, NDArray[np.bool_]], wish: Wish, now: float,
         out: list[Command],
     ) -> None:  # fmt: skip
@@ -223,7 +224,7 @@ class Loader:
         for load in lease.loads:
             if lease in load.waiters:
                 load.waiters.remove(lease)
-            if not load.waiters and load.number in self.loads:
+            if not load.waiters and not load.kept and load.number in self.loads:
                 load.cancelled = True
                 out.append(CancelReads(load.number))
         lease.loads = []

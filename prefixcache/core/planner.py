@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prefixcache.core import events
+from prefixcache.core import pin_messages as m
 from prefixcache.core.acquiring import Acquiring
 from prefixcache.core.checks import Checks
 from prefixcache.core.clearing import Clearing
@@ -21,6 +22,9 @@ from prefixcache.core.freeing import Freer
 from prefixcache.core.granting import Granting
 from prefixcache.core.leases import Lease
 from prefixcache.core.loading import Loader
+from prefixcache.core.pinning import Pinning
+from prefixcache.core.pins import Term
+from prefixcache.core.prefetching import Prefetcher
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.recovering import Recoverer
 from prefixcache.core.removal import Remover
@@ -56,6 +60,8 @@ class Planner:
         self.filling = Filling(state, self.remover)
         self.sessions = Sessions(state, self.acquiring, self.filling)
         self.snapshots = Snapshots(state, self.sessions, self.remover)
+        self.pinning = self.clearing.pinning = Pinning(state, self.remover)
+        self.prefetcher = Prefetcher(state, self.acquiring.touch)
         self.demoter: Demoter | None = None
         self.loader: Loader | None = None
         self.freer: Freer | None = None
@@ -67,6 +73,8 @@ class Planner:
     def _add_disk(self, spec: DiskSpec, room: RoomMaker) -> None:
         self.demoter = self.acquiring.demoter = Demoter(self.state, self.remover, spec)
         self.loader = self.acquiring.loader = Loader(self.state, self.remover, room, spec)
+        self.prefetcher.loader, self.pinning.prefetcher = self.loader, self.prefetcher
+        self.pinning.demoter = self.demoter
         self.freer = Freer(self.state, self.remover, spec)
         self.recoverer = self.clearing.recoverer = Recoverer(self.state, self.remover)
 
@@ -89,6 +97,8 @@ class Planner:
             state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.EVENT_UNKNOWN, text)
         else:
             handler(event, now, out)
+            if state.appeared:
+                self.pinning.settle()
         return out
 
     def _end_due(self, now: float, out: list[Command]) -> None:
@@ -97,6 +107,8 @@ class Planner:
                 self.acquiring.end_unreleased(thing, Miss.LEASE_EXPIRED, out)
             elif isinstance(thing, Reservation):
                 self.filling.run_out(thing, out, expired=True)
+            elif isinstance(thing, Term):
+                self.pinning.run_out(thing, out)
 
     def _wire(self) -> dict[type, Handler]:
         sessions, acquiring, filling, clearing = self.sessions, self.acquiring, self.filling, self.clearing
@@ -113,6 +125,9 @@ class Planner:
             events.ProcessExited: lambda event, now, out: sessions.exit(event, out),
             events.NamespaceOpened: lambda event, now, out: sessions.open_namespace(event, out),
             events.ClearRequested: lambda event, now, out: clearing.clear(event, out),
+            m.PinRequested: self.pinning.pin,
+            m.UnpinRequested: lambda event, now, out: self.pinning.unpin(event, out),
+            m.PrefetchRequested: self.prefetcher.request,
             events.PartFailedVerification: lambda event, now, out: clearing.part_failed(event, out),
             events.CopyDone: lambda event, now, out: self._copy_done(event, out),
             events.ChecksumDone: lambda event, now, out: self._checksum_done(event),
@@ -144,6 +159,8 @@ class Planner:
         assert self.freer is not None
         self.demoter.done(event, out)
         self.freer.make_room(out)
+        if (event.ends == events.WriteEnd.OK).all():  # else it would be asked again and again
+            self.demoter.refill(now, out)
 
     def _disk_changed(self, event: events.DiskChanged, out: list[Command]) -> None:
         disk = self.state.disk
@@ -153,6 +170,7 @@ class Planner:
         if self.demoter is not None and self.freer is not None and self.loader is not None:
             self.freer.make_room(out)
             self.demoter.refill(now, out)
+            self.pinning.tend(now, out)
             if not self.loader.loads:
                 self.demoter.write_early(now, out)
 

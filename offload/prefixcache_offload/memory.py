@@ -70,13 +70,6 @@ class Memory:
         return self._flat is not None
 
     @property
-    def device(self) -> "torch.device":
-        """Where it is. Raises ValueError for memory that no tensor was given for."""
-        if self._tensor is None:
-            raise ValueError("this memory is no tensor's")
-        return self._tensor.device
-
-    @property
     def address(self) -> int:
         """Where it begins. Raises ValueError for device memory."""
         if self._flat is None:

@@ -62,7 +62,7 @@ def quantise(values: Floats, rule: Rule, limit: float) -> tuple[Bytes, Halves, H
         low = np.zeros(np.delete(values.shape, axis), np.float32)
         span = np.abs(values).max(axis)
     else:
-        low = _widen(_rounded_down(values.min(axis)))
+        low = _widen(_rounded_down(values.min(axis))) + np.float32(0)  # no negative zero: it has no order
         span = values.max(axis) - low
     scale = _widen(_rounded_up(span / np.float32(rule.levels)))
     scale = np.where(scale >= LEAST_SCALE, scale, 0).astype(np.float32)

@@ -155,7 +155,7 @@ def _told_apart(shape: PartShape, itemsize: int, some: Move | Pieces) -> list[_P
 
 
 def _of_piece(shape: PartShape, move: Move) -> list[_Place]:
-    """A move that `engine.plan` made: axes [run,] head, layer, token, dim; a run is of blocks, or of a block's tokens."""
+    """A move that `engine.plan` made: axes [run,] head, layer, token, dim; a run is of blocks or of one's tokens."""
     stride = raw_stride(shape)
     pool, engine = move.pool, move.engine
     if len(pool.shape) == 5 and pool.strides[0] != stride:
@@ -237,7 +237,9 @@ def _by_heads_and_layers(shape: PartShape, view: Strided) -> tuple[Strided, Stri
 
 
 def _take(axes: list[tuple[int, int]], length: int) -> tuple[int, int] | None:
-    """Split `length` off the front of the first axis that is not of length one; (length, stride), None if impossible."""
+    """Split `length` off the front of the axes; (length, stride), or None where they do not allow it."""
+    if not axes:
+        return None
     while len(axes) > 1 and axes[0][0] == 1 and length != 1:
         axes.pop(0)
     size, step = axes[0]

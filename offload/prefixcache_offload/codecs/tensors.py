@@ -103,7 +103,7 @@ def quantise(values: "torch.Tensor", rule: Rule, limit: float) -> "tuple[torch.T
         low = torch.zeros(1, device=wide.device)
         span = wide.abs().amax(axis, keepdim=True)
     else:
-        low = _rounded_down(wide.amin(axis, keepdim=True))
+        low = _rounded_down(wide.amin(axis, keepdim=True)) + 0.0  # no negative zero: it has no order
         span = wide.amax(axis, keepdim=True) - low
     scale = _rounded_up(span / rule.levels)
     scale = torch.where(scale >= LEAST_SCALE, scale, 0.0)

@@ -69,6 +69,7 @@ class BlockTable:
         self.parts = tuple(PartColumn() for _ in range(part_count))
         self.touched: NDArray[np.uint64] = np.empty(0, np.uint64)
         self.on_disk = False
+        self.counts_hits = False
         self.hits: NDArray[np.uint8] = np.empty(0, np.uint8)  # a 1 shifted in for every lease that ended over it
         self.unverified = 0  # how many (row, part) still have to be verified; 0 keeps lookups cheap
         self._free: Rows = np.empty(0, np.uint32)  # a stack; the next row to give is at its top
@@ -89,10 +90,14 @@ class BlockTable:
         """Rows from here on were never used."""
         return self._fresh
 
+    def count_hits(self) -> None:
+        """A column for them, from now on."""
+        self.counts_hits = True
+        self.hits = np.zeros(self.capacity, np.uint8)
+
     def use_disk(self) -> None:
         """Columns for places on disk, from now on."""
         self.on_disk = True
-        self.hits = np.zeros(self.capacity, np.uint8)
         for part in self.parts:
             part.on_disk = True
             part.segments = np.zeros(self.capacity, np.uint32)
@@ -156,7 +161,7 @@ class BlockTable:
         self._fresh += fresh
         for part in self.parts:
             part.slots[rows] = NO_SLOT
-        if self.on_disk:
+        if self.counts_hits:
             self.hits[rows] = 0
         return rows
 
@@ -211,7 +216,7 @@ class BlockTable:
     def _grow(self, needed: int) -> None:
         capacity = max(_FIRST_CAPACITY, needed, self.capacity + self.capacity // 2)
         self.touched = _grown(self.touched, capacity)
-        if self.on_disk:
+        if self.counts_hits:
             self.hits = _grown(self.hits, capacity)
         for part in self.parts:
             part.grow(capacity)

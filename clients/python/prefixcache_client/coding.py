@@ -11,6 +11,7 @@ from prefixcache_client.runs import SlotRun
 from prefixcache_client.tensors import KvTensors, Slots
 from prefixcache_offload import transfer
 from prefixcache_offload.codecs import moves
+from prefixcache_offload.codecs.apart import raw_stride
 from prefixcache_offload.codecs.moves import CodedJob
 from prefixcache_offload.engine import Job
 from prefixcache_offload.memory import Memory
@@ -23,7 +24,7 @@ def plan(form: BlockFormat, run: SlotRun, slots: Slots, tensors: KvTensors) -> l
     if form.coder is None:
         return list(tensors.jobs(form, run.part, run.blocks, slots))
     shape, dtype = form.shapes[run.part], form.dtype_of(run.part)
-    step = max(1, moves.AT_ONCE_BYTES // moves.raw_stride(shape))
+    step = max(1, moves.AT_ONCE_BYTES // raw_stride(shape))
     jobs: list[AnyJob] = []
     for first in range(0, run.count, step):
         some = slice(first, first + step)

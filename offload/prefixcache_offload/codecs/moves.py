@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from prefixcache_offload import transfer
 from prefixcache_offload.codecs import arrays
+from prefixcache_offload.codecs.apart import Place, raw_stride, told_apart
 from prefixcache_offload.codecs.formats import Format
-from prefixcache_offload.engine import Job, Move, Pieces
+from prefixcache_offload.engine import Job
 from prefixcache_offload.memory import Memory
 from prefixcache_offload.strides import Component, PartShape, Strided
 from prefixcache_offload.units import SLOT_GRANULE
@@ -47,11 +48,6 @@ class CodedJob(NamedTuple):
     def total_bytes(self) -> int:
         """Raw bytes to move."""
         return sum(job.total_bytes for job in self.jobs)
-
-
-def raw_stride(shape: PartShape) -> int:
-    """Bytes from one raw block to the next in the imagined memory: whole granules, so that they have slot numbers."""
-    return -(-shape.part_bytes // SLOT_GRANULE) * SLOT_GRANULE
 
 
 def raw_slots(shape: PartShape, count: int) -> Slots:
@@ -100,7 +96,7 @@ def _planes(pool: Memory, coded: CodedJob) -> "list[Plane] | None":
     planes: list[Plane] = []
     for job in coded.jobs:
         for some in job.moves:
-            found = _told_apart(coded.shape, job.itemsize, some)
+            found = told_apart(coded.shape, job.itemsize, some)
             if found is None:
                 return None
             for place in found:
@@ -113,23 +109,12 @@ def _planes(pool: Memory, coded: CodedJob) -> "list[Plane] | None":
     return planes
 
 
-class _Place(NamedTuple):
-    """K or V of `count` blocks from `first_block` on. engine: [block, head, layer, token, dim]."""
-
-    component: Component
-    first_block: int
-    head: int
-    layer: int
-    first_token: int
-    engine: Strided
-
-
-def _spans(place: _Place, target: "torch.Tensor") -> tuple[slice, slice]:
+def _spans(place: Place, target: "torch.Tensor") -> tuple[slice, slice]:
     heads, layers = target.shape[1:3]
     return slice(place.head, place.head + heads), slice(place.layer, place.layer + layers)
 
 
-def _coded_runs(pool: Memory, coded: CodedJob, place: _Place) -> "Iterator[tuple[int, int, torch.Tensor]]":
+def _coded_runs(pool: Memory, coded: CodedJob, place: Place) -> "Iterator[tuple[int, int, torch.Tensor]]":
     """(first, last, u8[blocks, head, layer, coded layer bytes]) of stretches whose slots lie at equal distances."""
     shape = coded.form.coded(coded.shape)
     count = place.engine.shape[0]
@@ -146,126 +131,6 @@ def _coded_runs(pool: Memory, coded: CodedJob, place: _Place) -> "Iterator[tuple
         view = Strided(int(starts[first]), (last - first, *inner), (step, *strides))
         yield first, last, pool.tensor(view, 1, as_source=True)
         first = last
-
-
-def _told_apart(shape: PartShape, itemsize: int, some: Move | Pieces) -> list[_Place] | None:
-    if isinstance(some, Pieces):
-        return [place for move in some.moves() for place in _of_piece(shape, move)]
-    return _of_blocks(shape, itemsize, some)
-
-
-def _of_piece(shape: PartShape, move: Move) -> list[_Place]:
-    """A move that `engine.plan` made: axes [run,] head, layer, token, dim; a run is of blocks or of one's tokens."""
-    stride = raw_stride(shape)
-    pool, engine = move.pool, move.engine
-    if len(pool.shape) == 5 and pool.strides[0] != stride:
-        singles = [
-            Move(Strided(pool.offset + i * pool.strides[0], pool.shape[1:], pool.strides[1:]),
-                 Strided(engine.offset + i * engine.strides[0], engine.shape[1:], engine.strides[1:]))
-            for i in range(pool.shape[0])
-        ]  # fmt: skip
-        return [place for single in singles for place in _of_piece(shape, single)]
-    if len(pool.shape) == 4:
-        pool, engine = pool.stacked(1, stride), engine.stacked(1, 0)
-    block, within = divmod(pool.offset, stride)
-    head, within = divmod(within, shape.head_bytes)
-    layer, within = divmod(within, shape.layer_bytes)
-    k_bytes = shape.tokens * shape.k_dim * shape.itemsize
-    component: Component = "k" if within < k_bytes else "v"
-    token = (within - k_bytes * (component == "v")) // (shape.dim(component) * shape.itemsize)
-    return [_Place(component, block, head, layer, token, engine)]
-
-
-def _of_blocks(shape: PartShape, itemsize: int, move: Move) -> list[_Place] | None:
-    """A move of whole blocks, dense on the pool's side: K and V are looked for among the axes of the engine's array."""
-    stride = raw_stride(shape)
-    block, rest = divmod(move.pool.offset, stride)
-    engine = move.engine
-    values = shape.part_bytes // shape.itemsize
-    if itemsize != shape.itemsize:
-        engine_or_none = _as_values(engine, itemsize, shape.itemsize)
-        if engine_or_none is None:
-            return None
-        engine = engine_or_none
-    if rest or engine.elements % values:
-        return None
-    stacked = engine.elements > values or (engine.shape[:1] == (1,) and move.pool.strides[:1] == (stride,))
-    if stacked and (move.pool.strides[0] != stride or engine.shape[0] * values != engine.elements):
-        return None
-    split = _by_heads_and_layers(shape, engine if stacked else engine.stacked(1, 0))
-    if split is None:
-        return None
-    k, v = split
-    places = [_Place("k", block, 0, 0, 0, k)]
-    return [*places, _Place("v", block, 0, 0, 0, v)] if v is not None else places
-
-
-def _as_values(view: Strided, have: int, want: int) -> Strided | None:
-    """The same bytes as numbers of `want` bytes, where they lie together along the last axis."""
-    count = want // have
-    ends = count and view.shape and view.shape[-1] % count == 0 and view.strides[-1] == have
-    if not ends or any(step % want for step in view.strides[:-1]) or view.offset % want:
-        return None
-    return Strided(view.offset, (*view.shape[:-1], view.shape[-1] // count), (*view.strides[:-1], want))
-
-
-def _by_heads_and_layers(shape: PartShape, view: Strided) -> tuple[Strided, Strided | None] | None:
-    """(K, V) with axes block, head, layer, token, dim out of [block, ...] in canonical order; None for odd shapes."""
-    axes = list(zip(view.shape[1:], view.strides[1:], strict=True))
-    lengths = [shape.kv_heads, shape.layers]
-    cut: list[tuple[int, int]] = []
-    for length in lengths:
-        taken = _take(axes, length)
-        if taken is None:
-            return None
-        cut.append(taken)
-    front = (view.shape[0], *[n for n, _ in cut]), (view.strides[0], *[s for _, s in cut])
-    if not shape.v_dim:
-        inner = _token_and_dim(axes, shape.tokens, shape.k_dim)
-        return None if inner is None else (_joined(view.offset, front, inner), None)
-    if len(axes) > 1 and shape.k_dim == shape.v_dim and axes[0][0] == len(("k", "v")):
-        (_, step), inner = axes[0], _token_and_dim(axes[1:], shape.tokens, shape.k_dim)
-        if inner is not None:
-            return _joined(view.offset, front, inner), _joined(view.offset + step, front, inner)
-    if len(axes) == 1:
-        step = axes[0][1]
-        inners = [_token_and_dim([(shape.tokens * dim, step)], shape.tokens, dim) for dim in (shape.k_dim, shape.v_dim)]
-        if inners[0] is not None and inners[1] is not None:
-            second = view.offset + shape.tokens * shape.k_dim * step
-            return _joined(view.offset, front, inners[0]), _joined(second, front, inners[1])
-    return None
-
-
-def _take(axes: list[tuple[int, int]], length: int) -> tuple[int, int] | None:
-    """Split `length` off the front of the axes; (length, stride), or None where they do not allow it."""
-    if not axes:
-        return None
-    while len(axes) > 1 and axes[0][0] == 1 and length != 1:
-        axes.pop(0)
-    size, step = axes[0]
-    if length == 1:
-        return (1, 0) if size != 1 else axes.pop(0)
-    if size % length:
-        return None
-    if size == length:
-        axes.pop(0)
-        return (length, step) if axes else None
-    axes[0] = (size // length, step)
-    return length, step * (size // length)
-
-
-def _token_and_dim(axes: list[tuple[int, int]], tokens: int, dim: int) -> list[tuple[int, int]] | None:
-    axes = [axis for axis in axes if axis[0] != 1]
-    if [length for length, _ in axes] == [tokens, dim]:
-        return axes
-    if len(axes) == 1 and axes[0][0] == tokens * dim:
-        return [(tokens, axes[0][1] * dim), (dim, axes[0][1])]
-    return None
-
-
-def _joined(offset: int, front: tuple[tuple[int, ...], tuple[int, ...]], inner: list[tuple[int, int]]) -> Strided:
-    shape, strides = front
-    return Strided(offset, (*shape, *[n for n, _ in inner]), (*strides, *[s for _, s in inner]))
 
 
 # --- by way of a raw copy -------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 
 from prefixcache_offload import transfer
 from prefixcache_offload.codecs import arrays, moves
+from prefixcache_offload.codecs.apart import raw_stride
 from prefixcache_offload.codecs.formats import INT4, INT8, Format
 from prefixcache_offload.codecs.moves import CodedJob
 from prefixcache_offload.engine import EngineTensor, Job, Move, plan
@@ -66,7 +67,7 @@ def stacked(shape: PartShape, tensor: torch.Tensor) -> list[Job]:
     for length in reversed(lengths):
         strides.insert(0, step)
         step *= length
-    pool = Strided(0, lengths, tuple(strides)).stacked(place.shape[0], moves.raw_stride(shape))
+    pool = Strided(0, lengths, tuple(strides)).stacked(place.shape[0], raw_stride(shape))
     return [Job(memory, [Move(pool, place)], itemsize)]
 
 
@@ -152,7 +153,7 @@ def test_engines_pages(form: Format, axes: str, page_tokens: int, monkeypatch: p
     kept = layer_tensors(axes, page_tokens, pages)
     straight(pool, paged_jobs(kept, axes, places), monkeypatch)
     # the same through a raw pool and the plain path
-    raw = np.zeros(BLOCKS * moves.raw_stride(SHAPE), np.uint8).reshape(BLOCKS, -1)
+    raw = np.zeros(BLOCKS * raw_stride(SHAPE), np.uint8).reshape(BLOCKS, -1)
     raw[:, : SHAPE.part_bytes] = pool.decoded.view(torch.uint8).numpy()
     plain = layer_tensors(axes, page_tokens, pages)
     transfer.load(Memory.of_bytes(raw.reshape(-1)), paged_jobs(plain, axes, places))
@@ -173,7 +174,7 @@ def test_without_torch_the_same_bytes_come_and_go(monkeypatch: pytest.MonkeyPatc
     pool.fill()
     target = np.zeros((BLOCKS, SHAPE.part_bytes), np.uint8)
     memory, place = Memory.of_array(target)
-    dense = Strided(0, (SHAPE.part_bytes,), (1,)).stacked(BLOCKS, moves.raw_stride(SHAPE))
+    dense = Strided(0, (SHAPE.part_bytes,), (1,)).stacked(BLOCKS, raw_stride(SHAPE))
     jobs = [Job(memory, [Move(dense, place)], 1)]
     moves.load(pool.memory, [pool.job(jobs)])
     assert target.tobytes() == pool.decoded.view(torch.uint8).numpy().tobytes()
@@ -197,7 +198,7 @@ def test_memory_that_may_not_be_written_is_refused_before_anything_moves() -> No
     fixed = np.zeros((BLOCKS, SHAPE.part_bytes), np.uint8)
     fixed.setflags(write=False)
     memory, place = Memory.of_array(fixed)
-    dense = Strided(0, (SHAPE.part_bytes,), (1,)).stacked(BLOCKS, moves.raw_stride(SHAPE))
+    dense = Strided(0, (SHAPE.part_bytes,), (1,)).stacked(BLOCKS, raw_stride(SHAPE))
     with pytest.raises(ValueError, match="read-only"):
         moves.load(pool.memory, [pool.job([Job(memory, [Move(dense, place)], 1)])])
     pool.data.setflags(write=False)

@@ -86,7 +86,8 @@ def store(pool: Memory, coded: Sequence[CodedJob]) -> int:
 def _planes(pool: Memory, coded: CodedJob) -> "list[Plane] | None":
     """Every move as planes to decode to, or None if one of them cannot be told apart, is on a device, or torch is not
     there."""
-    if "torch" not in sys.modules or not all(job.memory.on_host for job in coded.jobs):
+    on_host = pool.on_host and all(job.memory.on_host for job in coded.jobs)
+    if "torch" not in sys.modules or not on_host:
         return None
     import torch
 
@@ -149,7 +150,7 @@ def _load_by_copy(pool: Memory, coded: CodedJob) -> None:
     from prefixcache_offload.codecs import tensors
 
     shape, device = coded.shape, _device(coded)
-    layers = torch.from_numpy(_gathered(pool, coded)).to(device)
+    layers = _gathered_to(pool, coded, device)
     layers = layers.view(len(coded.slots), shape.kv_heads, shape.layers, -1)
     raw_copy = torch.empty((len(coded.slots), raw_stride(shape)), dtype=torch.uint8, device=device)
     numbers = raw_copy[:, : shape.part_bytes].view(getattr(torch, coded.dtype))
@@ -210,6 +211,17 @@ def _gathered(pool: Memory, coded: CodedJob) -> arrays.Bytes:
     for row, slot in zip(made, coded.slots.tolist(), strict=True):
         np.copyto(row, _slot_view(pool, coded, slot))
     return made
+
+
+def _gathered_to(pool: Memory, coded: CodedJob, device: "torch.device") -> "torch.Tensor":
+    """The same on a device, also from a pool on one."""
+    import torch
+
+    if pool.on_host:
+        return torch.from_numpy(_gathered(pool, coded)).to(device)
+    size = coded.form.coded(coded.shape).part_bytes
+    views = [Strided(slot * SLOT_GRANULE, (size,), (1,)) for slot in coded.slots.tolist()]
+    return torch.stack([pool.tensor(view, 1, as_source=True) for view in views]).to(device)
 
 
 def _scatter(pool: Memory, coded: CodedJob, blocks: arrays.Bytes) -> None:

@@ -41,6 +41,9 @@ FLAVOURS: dict[str, tuple[list[int], list[str]]] = {
     "disk_restarts": ([0, 1], ["crash"] * 3 + ["restart"] * 3 + ["clear", "session_trouble"]),
 }
 
+# For planted bugs that show without GPU pools; those have their own in test_gpu_simulator.
+WITHOUT_GPUS = tuple(flavour for flavour in FLAVOURS if "gpu" not in flavour)
+
 
 def chain(letters: str) -> bytes:
     """Packed keys of a prompt given as letters, one a block."""

@@ -19,6 +19,7 @@ from prefixcache.core.filling import Filling
 from prefixcache.core.foreign import ForeignGranting
 from prefixcache.core.freeing import Freer
 from prefixcache.core.granting import Granting
+from prefixcache.core.landing import Lander
 from prefixcache.core.leases import Lease
 from prefixcache.core.loading import Loader
 from prefixcache.core.reasons import Kind, Miss, Refusal
@@ -58,6 +59,7 @@ class Planner:
         self.snapshots = Snapshots(state, self.sessions, self.remover)
         self.demoter: Demoter | None = None
         self.loader: Loader | None = None
+        self.lander: Lander | None = None
         self.freer: Freer | None = None
         self.recoverer: Recoverer | None = None
         if config.disk is not None:
@@ -67,6 +69,7 @@ class Planner:
     def _add_disk(self, spec: DiskSpec, room: RoomMaker) -> None:
         self.demoter = self.acquiring.demoter = Demoter(self.state, self.remover, spec)
         self.loader = self.acquiring.loader = Loader(self.state, self.remover, room, spec)
+        self.lander = Lander(self.state, self.remover, self.loader)
         self.freer = Freer(self.state, self.remover, spec)
         self.recoverer = self.clearing.recoverer = Recoverer(self.state, self.remover)
 
@@ -126,12 +129,13 @@ class Planner:
 
     def _wire_disk(self) -> dict[type, Handler]:
         demoter, loader, freer, recoverer = self.demoter, self.loader, self.freer, self.recoverer
-        if demoter is None or loader is None or freer is None or recoverer is None:
+        lander = self.lander
+        if demoter is None or loader is None or lander is None or freer is None or recoverer is None:
             return {}
         return {
             events.ArrivalsCancelled: lambda event, now, out: loader.give_up(event, out),
             events.RecordsWritten: self._records_written,
-            events.RecordsRead: lambda event, now, out: loader.done(event, now, out),
+            events.RecordsRead: lambda event, now, out: lander.done(event, now, out),
             events.SegmentFreed: lambda event, now, out: freer.done(event, out),
             events.DiskRecovered: lambda event, now, out: recoverer.found(event, out),
             events.RecoveryDone: lambda event, now, out: recoverer.finish(event, out),

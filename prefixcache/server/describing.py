@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from prefixcache.core.ids import NO_SLOT, Rows
+from prefixcache.core.ids import Rows
 from prefixcache.core.leases import Lease
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.planner import Planner
@@ -65,11 +65,11 @@ def describe_blocks(
 
 
 def _tiers(space: Namespace, rows: Rows) -> list[list[common.Tier.ValueType]]:
-    """Which tiers hold every part of each block."""
+    """Which tiers hold each block: all its full parts at least."""
     if not space.on_disk:
         return [[common.TIER_HOST]] * len(rows)
-    in_memory = (space.table.parts[0].slots[rows] != NO_SLOT).tolist()
-    on_disk = space.table.is_clean(rows).tolist()
+    in_memory = (~space.table.cold[rows]).tolist()
+    on_disk = (space.table.is_clean(rows) & space.table.is_recorded(rows)).tolist()
     return [
         [common.TIER_HOST] * memory + [common.TIER_DISK] * disk for memory, disk in zip(in_memory, on_disk, strict=True)
     ]

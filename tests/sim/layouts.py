@@ -30,9 +30,10 @@ FLAVOURS: dict[str, tuple[list[int], list[str]]] = {
     "moves": ([0, 1, 2], ["clear", "fail_part", "session_trouble"]),
     "restarts": ([0, 1, 2, 3, 4], ["restart"] * 3 + ["fail_part"]),
     "patches": ([2, 3], ["clear", "fail_part", "session_trouble"]),
-    "disk": ([0, 1, 0, 1, 2, 4], ["crash"] * 2 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
+    "disk": ([0, 1, 0, 1, 2, 3, 4], ["crash"] * 2 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
     "disk_moves": ([0, 1], ["clear", "flush"]),
     "disk_restarts": ([0, 1], ["crash"] * 3 + ["restart"] * 3 + ["clear", "session_trouble"]),
+    "disk_windows": ([2, 2, 3], ["crash"] * 5 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
 }
 
 

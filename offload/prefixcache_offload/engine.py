@@ -5,12 +5,15 @@ An engine names the axes of its tensor with one letter each, so a new engine is 
     b page or block    t token    h KV head    l layer    d values    c component (0 = K, 1 = V)    1 of length one
 
 Examples: Transformers one layer "1htd"; vLLM NHD "cbthd", HND "cbhtd", fused "bhtd" holding K|V along d; MLA "btd";
-SGLang "thd" or its host pools "clthd". The axes' order in memory comes from the strides, not from the letters.
+SGLang "thd" or its host pools "clthd". The axes' order in memory comes from the strides, not from the letters. A letter
+of h, l, t or d may stand more than once, from the outer part of its index to the inner one: tokens in groups of 16 and
+values in pairs, as packed for matrix units, are "bhtdtd".
 
-`plan` turns (slots, places) into pieces and says which of them go on at equal distances, so can be one copy. It only
+`plan` turns places in both into pieces and says which of them go on at equal distances, so can be one copy. It only
 computes; `transfer` moves.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +27,8 @@ from prefixcache_offload.strides import Component, PartShape, Span, Strided
 from prefixcache_offload.units import SLOT_GRANULE
 
 _AXES = "bhltd"
+_ONCE = "bc"
+_INNER_MOST = 2
 Holds = Literal["k", "v", "kv"]
 
 
@@ -94,6 +99,23 @@ class Job(NamedTuple):
         return sum(each.total_elements for each in self.moves) * self.itemsize
 
 
+class Cut(NamedTuple):
+    """Pieces of equal length: `tokens` tokens each, from token `within[i]` of the block in slot `slots[i]` on.
+
+    `places[i]` is the token position in the tensor where the i-th starts (page * tokens a page + token in page). Arrays
+    u32[n], i64[n], i64[n].
+    """
+
+    tokens: int
+    slots: npt.NDArray[np.uint32]
+    within: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+
+
+Step = tuple[int, int]
+"""(length, byte stride) of an axis, or of one part of an axis that is split."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineTensor:
     """One tensor: its memory, its place there, and what its axes mean. Make it with `of`."""
@@ -102,6 +124,7 @@ class EngineTensor:
     place: Strided
     axes: str
     holds: Holds
+    itemsize: int
 
     @classmethod
     def of(cls, tensor: Any, axes: str, holds: Holds) -> "EngineTensor":
@@ -109,39 +132,50 @@ class EngineTensor:
 
         Raises ValueError when the letters do not fit the tensor.
         """
-        memory, place = Memory.of_tensor(tensor) if is_tensor(tensor) else Memory.of_array(tensor)
+        if is_tensor(tensor):
+            (memory, place), itemsize = Memory.of_tensor(tensor), tensor.element_size()
+        else:
+            (memory, place), itemsize = Memory.of_array(tensor), tensor.dtype.itemsize
         letters = axes.replace("1", "")
-        if len(axes) != len(place.shape) or len(set(letters)) != len(letters) or set(letters) - set(_AXES + "c"):
+        if len(axes) != len(place.shape) or any(axes.count(once) > 1 for once in _ONCE) or set(letters) - {*_AXES, "c"}:
             raise ValueError(f"axes {axes!r} do not describe a tensor of shape {place.shape}")
         if "t" not in letters or "d" not in letters or ("c" in letters and holds != "kv"):
             raise ValueError(f"axes {axes!r} need t and d, and c only where the tensor holds k and v")
         if any(length != 1 for letter, length in zip(axes, place.shape, strict=True) if letter == "1"):
             raise ValueError(f"axes {axes!r} want length one where the tensor has {place.shape}")
-        return cls(memory, place, axes, holds)
+        return cls(memory, place, axes, holds, itemsize)
 
-    def axis(self, letter: str) -> tuple[int, int]:
-        """(length, byte stride) of an axis; (1, 0) where the tensor has none."""
-        at = self.axes.find(letter)
-        return (1, 0) if at < 0 else (self.place.shape[at], self.place.strides[at])
+    def steps(self, letter: str) -> tuple[Step, ...]:
+        """(length, byte stride) of each part of an axis, the outer one first; one of length one where it has none."""
+        every = zip(self.axes, self.place.shape, self.place.strides, strict=True)
+        return tuple((length, stride) for axis, length, stride in every if axis == letter) or ((1, 0),)
+
+    def length(self, letter: str) -> int:
+        """How long an axis is."""
+        return math.prod(length for length, _ in self.steps(letter))
 
     def components(self) -> Sequence[Component]:
         """What it holds."""
         return ("k", "v") if self.holds == "kv" else (self.holds,)
 
-    def component_offset(self, component: Component, part: PartShape, itemsize: int) -> int:
+    def component_offset(self, component: Component, part: PartShape) -> int:
         """Byte offset in the memory of page 0, token 0, head 0 of K or V."""
         if self.holds != "kv" or component == "k":
             return self.place.offset
-        stride = self.axis("c")[1] if "c" in self.axes else part.k_dim * self.axis("d")[1]
+        stride = self.steps("c")[0][1] if "c" in self.axes else part.k_dim * self.steps("d")[0][1]
         return self.place.offset + stride
 
     def check(self, part: PartShape, span: Span) -> None:
         """Raise ValueError unless the tensor's heads, layers and values are those of `span`."""
         fused = self.holds == "kv" and "c" not in self.axes
         want_d = part.k_dim + part.v_dim if fused else part.dim(self.components()[-1])
-        if "c" in self.axes and (part.k_dim != part.v_dim or self.axis("c")[0] != len(("k", "v"))):
+        if "c" in self.axes and (part.k_dim != part.v_dim or self.length("c") != len(("k", "v"))):
             raise ValueError("an axis c needs length two and K and V of equal size")
-        have = (self.axis("h")[0], self.axis("l")[0], self.axis("d")[0])
+        if fused and len(self.steps("d")) > 1:
+            raise ValueError("axes where K and V lie side by side along d cannot have d split")
+        if self.itemsize != part.itemsize:
+            raise ValueError(f"tensor has values of {self.itemsize} bytes, wanted {part.itemsize}")
+        have = (self.length("h"), self.length("l"), self.length("d"))
         if have != (span.heads, span.layers, want_d):
             raise ValueError(f"tensor has (heads, layers, values) {have}, wanted {(span.heads, span.layers, want_d)}")
 
@@ -153,55 +187,105 @@ def plan(part: PartShape, span: Span, tensor: EngineTensor, slots: npt.ArrayLike
     of a block starts: m = 1 unless the engine's pages are smaller than a block. Raises ValueError when a piece leaves
     its page, sizes do not fit, or `places` is no multiple of `slots`.
     """
-    part.check(span)
-    tensor.check(part, span)
     blocks = np.asarray(slots, dtype=np.uint32)
     targets = np.asarray(places, dtype=np.int64)
     if not blocks.size and not targets.size:
-        return Job(tensor.memory, [], part.itemsize)
+        return plan_cuts(part, span, tensor, [])
     pieces, rest = divmod(targets.size, blocks.size) if blocks.size else (0, 0)
     if rest or not pieces or part.tokens % pieces:
         raise ValueError(f"{targets.size} places for {blocks.size} blocks of {part.tokens} tokens")
     tokens = part.tokens // pieces
-    geometry = (*tensor.axis("b"), *tensor.axis("t"))
-    packed = (blocks.tobytes(), targets.tobytes())
+    within = np.tile(np.arange(pieces, dtype=np.int64) * tokens, blocks.size)
+    return plan_cuts(part, span, tensor, [Cut(tokens, np.repeat(blocks, pieces), within, targets)])
+
+
+def plan_cuts(part: PartShape, span: Span, tensor: EngineTensor, cuts: Sequence[Cut]) -> Job:
+    """As `plan`, for pieces of any length anywhere in their blocks; those of one `Cut` are equally long.
+
+    Raises ValueError when a piece leaves its block or its page.
+    """
+    part.check(span)
+    tensor.check(part, span)
+    geometry = (*tensor.steps("b")[0], tensor.steps("t"))
     groups: list[Move | Pieces] = []
-    for component in tensor.components():
-        if part.dim(component):
-            where = _where(packed, geometry, tokens, tokens * part.dim(component) * part.itemsize)
-            groups.append(Pieces(_piece(part, span, tensor, component, tokens), *where))
+    for cut in cuts:
+        if cut.within.size and (cut.within.min() < 0 or cut.within.max() + cut.tokens > part.tokens):
+            raise ValueError(f"a piece of {cut.tokens} tokens leaves its block of {part.tokens}")
+        packed = (cut.slots.tobytes(), cut.within.tobytes(), cut.places.tobytes())
+        for component in tensor.components():
+            if part.dim(component):
+                step = part.dim(component) * part.itemsize
+                where = _where(packed, geometry, cut.tokens, step)
+                groups.append(Pieces(_piece(part, span, tensor, component, where.steps), *where[1:]))
     return Job(tensor.memory, groups, part.itemsize)
+
+
+class _Where(NamedTuple):
+    steps: tuple[Step, ...]
+    pool_at: npt.NDArray[np.int64]
+    engine_at: npt.NDArray[np.int64]
+    runs: list[tuple[int, int]]
 
 
 @lru_cache(maxsize=64)
 def _where(
-    packed: tuple[bytes, bytes], geometry: tuple[int, int, int, int], tokens: int, step: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[tuple[int, int]]]:
-    """(pool offsets, engine offsets, runs) of pieces of `tokens` tokens; remembered, as all layers of a request ask.
+    packed: tuple[bytes, bytes, bytes], geometry: tuple[int, int, tuple[Step, ...]], tokens: int, step: int
+) -> _Where:
+    """Where pieces of `tokens` tokens lie on both sides; remembered, as all layers of a request ask.
 
-    `packed`: slots as u32, places as i64. `geometry`: pages, their stride, tokens a page, their stride. `step`: bytes
-    between the pieces of a block in the pool.
+    `packed`: slots as u32, tokens within them and places as i64. `geometry`: pages, their stride, the steps of a page's
+    tokens. `step`: bytes of a token of one head in the pool.
     """
-    blocks, places = np.frombuffer(packed[0], np.uint32), np.frombuffer(packed[1], np.int64)
-    pages, page_stride, page_tokens, token_stride = geometry
+    blocks = np.frombuffer(packed[0], np.uint32).astype(np.int64)
+    within, places = (np.frombuffer(each, np.int64) for each in packed[1:])
+    pages, page_stride, token_steps = geometry
+    page_tokens = math.prod(length for length, _ in token_steps)
     page, token = np.divmod(places, page_tokens)
-    if page.min() < 0 or page.max() >= pages or token.max() + tokens > page_tokens:
+    if places.size and (page.min() < 0 or page.max() >= pages or token.max() + tokens > page_tokens):
         raise ValueError(f"a piece of {tokens} tokens leaves its page ({pages} pages of {page_tokens} tokens)")
-    engine_at = page * page_stride + token * token_stride
-    within = np.arange(places.size // blocks.size) * step
-    pool_at = (blocks.astype(np.int64)[:, None] * SLOT_GRANULE + within).reshape(-1)
+    steps, token_at = _tokens(token_steps, token, tokens)
+    engine_at = page * page_stride + token_at
+    pool_at = blocks * SLOT_GRANULE + within * step
     for array in (pool_at, engine_at):
         array.setflags(write=False)
-    return pool_at, engine_at, _runs(pool_at, engine_at)
+    return _Where(steps, pool_at, engine_at, _runs(pool_at, engine_at))
 
 
-def _piece(part: PartShape, span: Span, tensor: EngineTensor, component: Component, tokens: int) -> Move:
-    """One piece (head, layer, token, dim) at slot 0 and at the tensor's first token."""
+def _tokens(
+    steps: tuple[Step, ...], token: npt.NDArray[np.int64], tokens: int
+) -> tuple[tuple[Step, ...], npt.NDArray[np.int64]]:
+    """(steps of a piece of `tokens` tokens, byte offsets in the page of those that begin at `token`, i64[n])."""
+    if len(steps) == 1:
+        return ((tokens, steps[0][1]),), token * steps[0][1]
+    if len(steps) > _INNER_MOST:
+        raise ValueError("axes may have t split in two at most")
+    (_, outer), (inner_length, inner) = steps
+    group, rest = np.divmod(token, inner_length)
+    offsets = group * outer + rest * inner
+    if tokens % inner_length == 0 and not rest.any():
+        return ((tokens // inner_length, outer), (inner_length, inner)), offsets
+    if rest.size and rest.max() + tokens > inner_length:
+        raise ValueError(f"a piece of {tokens} tokens is not made of whole groups of {inner_length}, nor in one")
+    return ((1, outer), (tokens, inner)), offsets
+
+
+def _piece(
+    part: PartShape, span: Span, tensor: EngineTensor, component: Component, token_steps: tuple[Step, ...]
+) -> Move:
+    """One piece (head, layer, token, dim, each split as in the tensor) at slot 0 and at the tensor's first token."""
     pool = part.view(component, span)
-    shape = (*pool.shape[:2], tokens, pool.shape[3])
-    strides = tuple(tensor.axis(letter)[1] for letter in "hltd")
-    offset = tensor.component_offset(component, part, part.itemsize)
-    return Move(Strided(pool.offset, shape, pool.strides), Strided(offset, shape, strides))
+    fused = tensor.holds == "kv" and "c" not in tensor.axes
+    d_steps = ((pool.shape[3], tensor.steps("d")[0][1]),) if fused else tensor.steps("d")
+    shape: list[int] = []
+    ours: list[int] = []
+    theirs: list[int] = []
+    for stride, steps in zip(pool.strides, (tensor.steps("h"), tensor.steps("l"), token_steps, d_steps), strict=True):
+        lengths = [length for length, _ in steps]
+        shape += lengths
+        ours += [stride * math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
+        theirs += [step for _, step in steps]
+    offset = tensor.component_offset(component, part)
+    return Move(Strided(pool.offset, tuple(shape), tuple(ours)), Strided(offset, tuple(shape), tuple(theirs)))
 
 
 def _runs(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> list[tuple[int, int]]:

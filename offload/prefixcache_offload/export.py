@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from prefixcache_offload.units import check_pool_size
 
@@ -32,6 +33,37 @@ class PoolDescriptor:
 
     def __post_init__(self) -> None:
         check_pool_size(self.size_bytes, self.slab_bytes)
+
+
+class HandleKind(StrEnum):
+    """What the bytes of a pool are reached through."""
+
+    MEMFD = "memfd"
+    """A sealed memory file: mapped."""
+    CUDA_FD = "cuda_fd"
+    """A descriptor of an allocation made with cuMemCreate: imported by the driver."""
+    CUDA_IPC = "cuda_ipc"
+    """64 opaque bytes of legacy CUDA IPC, in `PoolExport.ipc_handle`; no descriptor for the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolExport:
+    """All that another process needs to reach a pool of any tier.
+
+    `fds` are the sender's and stay its own: (pool, control), or (control,) where `handle` is CUDA_IPC. What is sent
+    beside the message is `fds`; everything else is plain data. `device_uuid` is "" for host memory.
+    """
+
+    descriptor: PoolDescriptor
+    handle: HandleKind
+    fds: tuple[int, ...] = ()
+    device_uuid: str = ""
+    ipc_handle: bytes = b""
+
+    @property
+    def descriptors(self) -> int:
+        """How many descriptors come with it."""
+        return 1 if self.handle is HandleKind.CUDA_IPC else 2
 
 
 def send_descriptors(sock: socket.socket, payload: bytes, fds: Sequence[int]) -> int:

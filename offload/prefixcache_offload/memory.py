@@ -77,6 +77,14 @@ class Memory:
         return int(self._flat.__array_interface__["data"][0])
 
     @property
+    def identity(self) -> tuple[str, int]:
+        """Equal for two views of one allocation of one device: where it begins, and which memory that is."""
+        if self._flat is not None:
+            return "host", self.address
+        tensor = cast("torch.Tensor", self._tensor)
+        return str(tensor.device), tensor.data_ptr()
+
+    @property
     def writable(self) -> bool:
         """Whether it may be the target of a copy."""
         return self._flat is None or bool(self._flat.flags.writeable)

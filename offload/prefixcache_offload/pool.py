@@ -1,6 +1,6 @@
 """Pools: the memory that slots lie in, seen from the daemon (`HostPool`) and from a worker (`MappedPool`).
 
-`Pool` is what the daemon needs of any pool, so that a GPU pool, or the CPU pool that stands in for one, can follow.
+`Pool` is what the daemon needs of any pool; GPU pools, and the CPU pool that stands in for one, are in `gpu`.
 Which slot belongs to whom is decided elsewhere; here a slot is a place, and its generation a number somebody asked to
 write.
 """
@@ -10,18 +10,18 @@ import mmap
 import os
 from typing import Protocol
 
-import numpy as np
 import numpy.typing as npt
 
-from prefixcache_offload import generations, memfd, numa
-from prefixcache_offload.export import PoolDescriptor
+from prefixcache_offload import memfd, numa
+from prefixcache_offload.control import ControlPage
+from prefixcache_offload.export import HandleKind, PoolDescriptor, PoolExport
 from prefixcache_offload.generations import Control, Generations, Mask
 from prefixcache_offload.mapping import Bytes, Mapping, map_file
-from prefixcache_offload.units import SLOT_GRANULE, control_bytes
+from prefixcache_offload.units import SLOT_GRANULE
 
 
 class Pool(Protocol):
-    """What the daemon asks of a pool of any tier."""
+    """What the daemon asks of a pool of any tier (`HostPool`, `gpu.DevicePool`)."""
 
     @property
     def descriptor(self) -> PoolDescriptor:
@@ -33,12 +33,8 @@ class Pool(Protocol):
         """The generations, u64[one per granule], writable."""
         ...
 
-    def export_fds(self) -> tuple[int, int]:
-        """(pool, control) descriptors to send; the pool keeps owning them."""
-        ...
-
-    def slot(self, slot: int, size_bytes: int) -> Bytes:
-        """The bytes of a slot, u8[size_bytes], writable. Raises IndexError outside the pool."""
+    def export(self) -> PoolExport:
+        """What to send to another process; the descriptors in it stay the pool's."""
         ...
 
     def set_generations(self, slots: npt.ArrayLike, values: npt.ArrayLike) -> None:
@@ -61,10 +57,10 @@ def slot_range(data: Bytes, slot: int, size_bytes: int) -> Bytes:
 class _Shared:
     """The two mappings that both sides of a pool have."""
 
-    def __init__(self, descriptor: PoolDescriptor, pool: Mapping, control: Mapping) -> None:
+    def __init__(self, descriptor: PoolDescriptor, pool: Mapping, control: ControlPage) -> None:
         self.descriptor = descriptor
         self.mapping = pool
-        self._control_mapping = control
+        self.generations = control
 
     @property
     def data(self) -> Bytes:
@@ -74,7 +70,7 @@ class _Shared:
     @property
     def control(self) -> Control:
         """The generations, u64[size_bytes / 4096]."""
-        return self._control_mapping.data.view(np.uint64)[: self.descriptor.size_bytes // SLOT_GRANULE]
+        return self.generations.array
 
     def slot(self, slot: int, size_bytes: int) -> Bytes:
         """The bytes of a slot, u8[size_bytes]. Raises IndexError outside the pool, ValueError once closed."""
@@ -86,15 +82,15 @@ class _Shared:
 
     def read_generations(self, slots: npt.ArrayLike) -> Generations:
         """The generations now, u64[n], of slots u32[n]. Raises IndexError outside the pool."""
-        return generations.read_generations(self.control, slots)
+        return self.generations.read(slots)
 
     def check_generations(self, slots: npt.ArrayLike, expected: npt.ArrayLike) -> Mask:
         """bool[n]: which slots still have their expected generation; call it after the copy."""
-        return generations.check(self.control, slots, expected)
+        return self.generations.check(slots, expected)
 
     def _unmap(self) -> None:
         self.mapping.close()
-        self._control_mapping.close()
+        self.generations.close()
 
 
 class HostPool(_Shared):
@@ -102,29 +98,26 @@ class HostPool(_Shared):
 
     def __init__(self, descriptor: PoolDescriptor, pool_fd: int) -> None:
         """Take over `pool_fd` (already of the right size) and give it a fresh control page; use `create` or `over`."""
-        self._fds: tuple[int, int] | None = None
+        self._fd: int | None = None
         try:
-            control_fd = memfd.create("prefixcache-control", control_bytes(descriptor.size_bytes))
-        except OSError:
+            control = ControlPage.create(descriptor.size_bytes)
+        except (OSError, ValueError):
             os.close(pool_fd)
             raise
-        fds = (pool_fd, control_fd)
         try:
             pool = Mapping(pool_fd, descriptor.size_bytes, writable=True)
             with contextlib.suppress(OSError):  # a gain where the system allows it for shared memory, else nothing
                 pool.advise(mmap.MADV_HUGEPAGE)
             numa.interleave(pool)
-            control = Mapping(control_fd, control_bytes(descriptor.size_bytes), writable=True)
             if descriptor.sealed:
                 last = memfd.Seal.SEAL if descriptor.writable else memfd.Seal.SEAL | memfd.Seal.FUTURE_WRITE
                 memfd.add_seals(pool_fd, last)
-            memfd.add_seals(control_fd, memfd.Seal.SEAL | memfd.Seal.FUTURE_WRITE)
         except (OSError, ValueError):
-            for fd in fds:
-                os.close(fd)
+            os.close(pool_fd)
+            control.close()
             raise
         super().__init__(descriptor, pool, control)
-        self._fds = fds
+        self._fd = pool_fd
 
     @classmethod
     def create(cls, pool_id: int, size_bytes: int, slab_bytes: int, *, writable: bool = True) -> "HostPool":
@@ -147,18 +140,22 @@ class HostPool(_Shared):
 
     def export_fds(self) -> tuple[int, int]:
         """(pool, control) descriptors to send with `export.send_descriptors`; they stay ours. ValueError if closed."""
-        if self._fds is None:
+        if self._fd is None:
             raise ValueError("the pool is closed")
-        return self._fds
+        return self._fd, self.generations.fd
+
+    def export(self) -> PoolExport:
+        """What to send to another process; the descriptors in it stay ours. Raises ValueError if closed."""
+        return PoolExport(self.descriptor, HandleKind.MEMFD, self.export_fds())
 
     def set_generations(self, slots: npt.ArrayLike, values: npt.ArrayLike) -> None:
         """Store generations u64[n] at slots u32[n]; returns after the stores. Raises IndexError outside the pool."""
-        generations.write_generations(self.control, slots, values)
+        self.generations.write(slots, values)
 
     def close(self) -> None:
         """Close descriptors and mappings; arrays still held keep their memory. Safe to call twice."""
-        fds, self._fds = self._fds, None
-        for fd in fds or ():
+        fd, self._fd = self._fd, None
+        if fd is not None:
             os.close(fd)
         self._unmap()
 
@@ -181,7 +178,7 @@ class MappedPool(_Shared):
             raise memfd.BadDescriptor(f"pool {descriptor.pool_id} is not sealed against resizing")
         pool = map_file(pool_fd, descriptor.size_bytes, writable=writable, sealed=descriptor.sealed)
         try:
-            control = map_file(control_fd, control_bytes(descriptor.size_bytes), writable=False)
+            control = ControlPage.attach(control_fd, descriptor.size_bytes)
         except (memfd.BadDescriptor, OSError, ValueError):
             pool.close()
             raise

@@ -72,6 +72,9 @@ class Config:
     disk_flush_timeout: float = _time(10.0, "how long a graceful stop writes what only memory holds")
     disk_stall: float = _time(5.0, "a disk call that takes longer turns the tier off until it works again")
     disk_retry: float = _time(5.0, "first pause before a disk tier that is off is tried again")
+    disk_codec: str = _text(
+        "auto", "form of blocks on disk: raw, lossless (smaller, bit exact), or auto: lossless where loads get faster"
+    )
     policy: str = _text(DEFAULT_POLICY, f"which cached block goes first: {', '.join(POLICIES)}")
     session_ttl: float = _time(30.0, "time to live of a gRPC session without a sign of life")
     session_ttl_max: float = _time(3600.0, "longest time to live a session may ask for")
@@ -227,6 +230,7 @@ def _check(config: Config) -> None:
                 raise ConfigError(f"{key}: {error}") from error
     if config.max_message_bytes < _LEAST_MESSAGE_BYTES:
         raise ConfigError(f"max_message_bytes must be at least {units.format_size(_LEAST_MESSAGE_BYTES)}")
+    _one_of("disk_codec", config.disk_codec, ("auto", "raw", "lossless"))
     _one_of("policy", config.policy, POLICIES)
     _one_of("log_format", config.log_format, ("human", "json"))
     _one_of("log_level", config.log_level, ("debug", "info", "warning", "error"))

@@ -12,8 +12,8 @@ Rules:
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -22,10 +22,11 @@ import numpy.typing as npt
 from prefixcache.core import commands as c
 from prefixcache.core import events as e
 from prefixcache.core.demoting import Demoter
-from prefixcache.core.ids import KEY_BYTES, SLOT_GRANULE, GroupKind, NamespaceKind
-from prefixcache.core.spec import DiskSpec, GroupSpec, NamespaceSpec, PartSpec, SpecError
+from prefixcache.core.ids import KEY_BYTES, SLOT_GRANULE
+from prefixcache.core.spec import DiskSpec, SpecError
 from prefixcache.server.config import Config, ConfigError
 from prefixcache.server.disk_report import DiskReport
+from prefixcache.server.disk_specs import pack_spec, unpack_spec
 from prefixcache.server.errors import CallError
 from prefixcache.server.loop import Owner
 from prefixcache.server.service import Shell
@@ -33,6 +34,7 @@ from prefixcache_offload.disk import ENTRY, DiskOptions, DiskRefused, Entries, O
 from prefixcache_offload.disk.cleaning import Freed
 from prefixcache_offload.disk.health import HealthReport
 from prefixcache_offload.disk.namespaces import NamespaceRefused
+from prefixcache_offload.disk.options import DiskCodec
 from prefixcache_offload.disk.recovery import Recovered
 from prefixcache_offload.disk.shared import Ended
 from prefixcache_offload.disk.tier import DiskTier
@@ -49,7 +51,7 @@ _TOLD_AT_ONCE: Final = 128  # records in one DiskRecovered: 4 ms of the owner's 
 _SEGMENT: Final = 256 << 20
 _LEAST_SEGMENT: Final = 1 << 20
 _SEGMENTS: Final = 16  # a small cap is still cut into so many
-_LOST: Final = (Outcome.MISMATCH, Outcome.TRUNCATED, Outcome.GONE)
+_LOST: Final = (Outcome.MISMATCH, Outcome.TRUNCATED, Outcome.GONE, Outcome.UNKNOWN_CODEC)
 
 
 def disk_options(config: Config) -> DiskOptions:
@@ -59,7 +61,13 @@ def disk_options(config: Config) -> DiskOptions:
         share = config.disk_bytes // _SEGMENTS // SLOT_GRANULE * SLOT_GRANULE
         size = min(max(share, min(_LEAST_SEGMENT, config.disk_bytes)), _SEGMENT)
     try:
-        return DiskOptions(config.disk_bytes, size, stall_s=config.disk_stall, retry_s=config.disk_retry)
+        return DiskOptions(
+            config.disk_bytes,
+            size,
+            stall_s=config.disk_stall,
+            retry_s=config.disk_retry,
+            codec=DiskCodec(config.disk_codec),
+        )
     except DiskRefused as refused:
         raise ConfigError(f"disk_bytes: {refused}") from refused
 
@@ -152,6 +160,11 @@ class DiskStore:
                 return
             self._tell(told)
         self.report.recovery = counters = self.tier.recovery.counters
+        if counters.unknown_codec:
+            log.warning(
+                "blocks on disk are in a form that this version cannot read; they stay until their room is needed",
+                extra={"facts": {"records": counters.unknown_codec}},
+            )
         self._send(e.RecoveryDone(complete=not counters.unreadable))
         log.info("the disk was read", extra={"facts": {"records": counters.records}})
 
@@ -161,7 +174,7 @@ class DiskStore:
         assert shell is not None
         for name, (fingerprint, packed) in tier.namespaces().items():
             try:
-                label, spec = unpack_spec(packed)
+                label, spec, value_bytes = unpack_spec(packed)
             except (msgspec.DecodeError, SpecError, ValueError, KeyError, TypeError) as error:
                 log.warning("a namespace on disk cannot be read", extra={"facts": {"error": error}})
                 continue
@@ -170,7 +183,7 @@ class DiskStore:
                     return
                 reply = shell.owner.call(e.NamespaceOpened(shell.next_namespace, fingerprint, spec))
                 if isinstance(reply, c.NamespaceReady):
-                    shell.add_namespace(reply.namespace, fingerprint, spec, label)
+                    shell.add_namespace(reply.namespace, fingerprint, spec, label, value_bytes)
                     self._names[reply.namespace] = name
 
     def _tell(self, told: Recovered) -> None:
@@ -236,6 +249,9 @@ class DiskStore:
 
         def ended(told: Ended) -> None:
             lost = np.isin(told.outcomes, _LOST)
+            unknown = int((told.outcomes == Outcome.UNKNOWN_CODEC).sum())
+            if unknown:
+                log.warning("a block on disk has an unknown codec", extra={"facts": {"records": unknown}})
             ends = np.where(told.outcomes == Outcome.OK, e.ReadEnd.OK, np.where(lost, e.ReadEnd.LOST, e.ReadEnd.FAILED))
             self._send(e.RecordsRead(told.job, told.which.astype(np.uint32), ends.astype(np.uint8)))
 
@@ -296,7 +312,7 @@ class DiskStore:
         if known is None:
             return None
         try:
-            name = self.tier.register(known.fingerprint, pack_spec(known.label, known.spec))
+            name = self.tier.register(known.fingerprint, pack_spec(known.label, known.spec, known.value_bytes))
         except (NamespaceRefused, OSError) as error:
             log.warning("a namespace cannot be kept on disk", extra={"facts": {"error": error}})
             return None
@@ -305,13 +321,15 @@ class DiskStore:
 
     def _entries(self, records: c.Records, name: int) -> Entries:
         assert self._shell is not None
-        spec = self._shell.namespaces[records.namespace].spec
+        namespace = self._shell.namespaces[records.namespace]
+        spec, value_bytes = namespace.spec, namespace.value_bytes or (0,) * len(namespace.spec.groups)
         entries = np.zeros(len(records.rows), ENTRY)
         entries["namespace"] = name
         entries["key"] = np.frombuffer(records.keys, np.uint8).reshape(-1, KEY_BYTES)
         entries["parent"] = np.frombuffer(records.parents, np.uint8).reshape(-1, KEY_BYTES)
         entries["length"] = np.array([part.size_bytes for part in spec.parts], np.uint32)[records.parts]
         entries["group"] = np.array([part.group for part in spec.parts], np.uint8)[records.parts]
+        entries["value_bytes"] = np.array([value_bytes[part.group] for part in spec.parts], np.uint8)[records.parts]
         entries["depth"], entries["part"] = records.depths, records.parts
         entries["segment"], entries["page"] = records.segments, records.pages
         return entries
@@ -361,26 +379,3 @@ def _empty(segment: int) -> e.DiskRecovered:
     """A segment with nothing in it takes room all the same, so the planner has to know it."""
     nothing = np.zeros(0, np.uint32)
     return e.DiskRecovered(segment, 0, nothing.astype(np.uint16), nothing, b"", b"", nothing)
-
-
-def pack_spec(label: str, spec: NamespaceSpec) -> bytes:
-    """A namespace as it stands in the log's book."""
-    groups = [[group.kind.value, group.window_tokens] for group in spec.groups]
-    parts = [[part.group, part.kv_heads, part.size_bytes] for part in spec.parts]
-    return msgspec.msgpack.encode([1, label, spec.block_tokens, spec.kind.value, groups, parts])
-
-
-def unpack_spec(packed: bytes) -> tuple[str, NamespaceSpec]:
-    """(label, spec). Raises ValueError, TypeError, SpecError or msgspec.DecodeError for anything else."""
-    told: Sequence[Any] = msgspec.msgpack.decode(packed)
-    version, label, block_tokens, kind, groups, parts = told
-    if version != 1:
-        raise ValueError(f"namespace in form {version}")
-    spec = NamespaceSpec(
-        int(block_tokens),
-        tuple(GroupSpec(GroupKind(name), int(window)) for name, window in groups),
-        tuple(PartSpec(int(group), int(heads), int(size)) for group, heads, size in parts),
-        NamespaceKind(kind),
-    )
-    spec.validate()
-    return str(label), spec

@@ -7,6 +7,7 @@ from prefixcache.core.planner import Planner
 from prefixcache.core.reasons import DiskDrop
 from prefixcache.v1 import admin_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
+from prefixcache_offload.disk.packing import CodecReport
 from prefixcache_offload.disk.recovery import RecoveryCounters
 from prefixcache_offload.disk.tier import DiskTier
 
@@ -43,10 +44,12 @@ class DiskReport:
 
     def tier_stats(self, planner: Planner) -> pb.TierStats:
         """Call it with the owner's lock held."""
-        answer = pb.TierStats(tier=common.TIER_DISK, state="off", detail=self.trouble)
+        trouble = self.trouble
+        answer = pb.TierStats(tier=common.TIER_DISK, state="off", detail=trouble)
         if self._tier is None:
             return answer
         status = self._tier.status()
+        answer.detail = trouble or codec_in_words(status.codec)
         answer.capacity_bytes = answer.ready_bytes = status.cap_bytes
         answer.used_bytes = sum(segment.live_bytes for segment in planner.state.disk.segments.values())
         if planner.demoter is not None:
@@ -73,6 +76,11 @@ class DiskReport:
         yield pb.Counter(name="disk_device_bytes", value=counted.device_bytes)
         yield pb.Counter(name="disk_read_bytes", value=counted.read_bytes)
         yield pb.Counter(name="disk_write_amplification_permille", value=amplification)
+        yield pb.Counter(name="disk_packed", value=counted.packed)
+        yield pb.Counter(name="disk_packed_bytes", label="before", value=counted.packed_bytes)
+        yield pb.Counter(name="disk_packed_bytes", label="after", value=counted.packed_to_bytes)
+        for reason, count in counted.kept_raw.items():
+            yield pb.Counter(name="disk_kept_raw", label=reason, value=count)
         yield pb.Counter(name="disk_segments_freed", value=counted.freed_segments)
         yield pb.Counter(name="disk_stalls", value=counted.stalls)
         for outcome, count in counted.writes.items():
@@ -80,5 +88,12 @@ class DiskReport:
         for outcome, count in counted.reads.items():
             yield pb.Counter(name="disk_reads", label=outcome.name.lower(), value=count)
         if self.recovery is not None:
-            for name in ("torn", "revoked", "superseded", "unreadable"):
+            for name in ("torn", "revoked", "superseded", "unreadable", "unknown_codec"):
                 yield pb.Counter(name="disk_recovery", label=name, value=getattr(self.recovery, name))
+
+
+def codec_in_words(codec: CodecReport) -> str:
+    """How blocks go to disk now, and why."""
+    now = "lossless" if codec.on else "raw"
+    ratio = f", {codec.ratio:.2f}x smaller" if codec.on and codec.ratio > 1 else ""
+    return f"codec {codec.mode}: {now}{ratio}; {codec.why}" if codec.mode == "auto" else f"codec {now}{ratio}"

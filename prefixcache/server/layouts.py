@@ -16,6 +16,7 @@ from prefixcache.v1 import common_pb2 as pb
 _MAX_BLOCK_BYTES: Final = 1 << 36
 _MAX_LABEL: Final = 200
 _FINGERPRINT_BYTES: Final = 32
+_MOST_VALUE_BYTES: Final = 8
 _GROUP_KINDS: Final[Mapping[int, GroupKind]] = {
     pb.GROUP_KIND_FULL: GroupKind.FULL,
     pb.GROUP_KIND_SLIDING: GroupKind.SLIDING,
@@ -38,6 +39,8 @@ class Namespace:
     spec: NamespaceSpec
     part_bytes: tuple[int, ...]
     head_bytes: tuple[int, ...]
+    value_bytes: tuple[int, ...] = ()
+    """By group: size of one number, 0 for unknown; empty where nobody has told yet."""
 
     @property
     def block_bytes(self) -> int:
@@ -73,6 +76,11 @@ def _check_identity(message: pb.NamespaceSpec) -> None:
         raise _bad(f"label must be at most {_MAX_LABEL} characters, got {len(message.label)}")
     if message.kind not in _KINDS:
         raise _bad(f"namespace kind {message.kind} is unknown to this server")
+
+
+def value_bytes(message: pb.NamespaceSpec) -> tuple[int, ...]:
+    """By group: size of one number of K or V, 0 where the client does not say or says nonsense."""
+    return tuple(group.value_bytes if group.value_bytes <= _MOST_VALUE_BYTES else 0 for group in message.groups)
 
 
 def head_bytes(spec: NamespaceSpec) -> tuple[int, ...]:

@@ -76,12 +76,16 @@ class Shell:
                 common.REASON_NAMESPACE_UNKNOWN, f"namespace {number} is unknown since this server started; open it"
             ) from None
 
-    def add_namespace(self, number: int, fingerprint: bytes, spec: NamespaceSpec, label: str) -> None:
-        """Know a namespace that the planner knows. The first label stays."""
+    def add_namespace(
+        self, number: int, fingerprint: bytes, spec: NamespaceSpec, label: str, value_bytes: tuple[int, ...] = ()
+    ) -> None:
+        """Know a namespace that the planner knows. The first label and the first sizes of numbers stay."""
         known = self.namespaces.get(number)
-        if known is None or not known.label:
+        if known is None or not known.label or not known.value_bytes:
             sizes = tuple(part.size_bytes for part in spec.parts)
-            namespace = Namespace(number, fingerprint, label, spec, sizes, layouts.head_bytes(spec))
+            if known is not None:
+                label, value_bytes = known.label or label, known.value_bytes or value_bytes
+            namespace = Namespace(number, fingerprint, label, spec, sizes, layouts.head_bytes(spec), value_bytes)
             self.namespaces[number] = self.by_fingerprint[fingerprint] = namespace
             self.next_namespace = max(self.next_namespace, number + 1)
 
@@ -185,7 +189,8 @@ class SessionCalls:
         with shell.owner.lock:
             event = e.NamespaceOpened(shell.next_namespace, message.fingerprint, spec)
             ready: c.NamespaceReady = expect(shell.owner.call(event), c.NamespaceReady)
-            shell.add_namespace(ready.namespace, message.fingerprint, spec, message.label)
+            told = layouts.value_bytes(message)
+            shell.add_namespace(ready.namespace, message.fingerprint, spec, message.label, told)
         if message.root_key:
             session.root_keys[ready.namespace] = message.root_key
         block_bytes = shell.namespaces[ready.namespace].block_bytes

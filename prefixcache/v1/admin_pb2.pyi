@@ -567,7 +567,7 @@ class TierStats(google.protobuf.message.Message):
     state: builtins.str
     """"on", "off" or "failing"."""
     detail: builtins.str
-    """Why it is not on."""
+    """Why it is not on; else what is worth knowing of it, such as the form of blocks on disk and why."""
     def __init__(
         self,
         *,

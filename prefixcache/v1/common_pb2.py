@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import any_pb2 as google_dot_protobuf_dot_any__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprefixcache/v1/common.proto\x12\x0eprefixcache.v1\x1a\x19google/protobuf/any.proto\"\xb6\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.prefixcache.v1.Reason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x35\n\x08metadata\x18\x04 \x03(\x0b\x32#.prefixcache.v1.Error.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"N\n\x06Status\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any\"\xa5\x01\n\nLayerGroup\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.prefixcache.v1.GroupKind\x12\x15\n\rwindow_tokens\x18\x02 \x01(\r\x12\x0e\n\x06layers\x18\x03 \x01(\r\x12\x10\n\x08kv_heads\x18\x04 \x01(\r\x12\x0f\n\x07k_bytes\x18\x05 \x01(\r\x12\x0f\n\x07v_bytes\x18\x06 \x01(\r\x12\x13\n\x0bscale_bytes\x18\x07 \x01(\r\"N\n\x04Part\x12\r\n\x05group\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x02 \x01(\r\x12\x0e\n\x06layers\x18\x03 \x01(\r\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\"\xd9\x01\n\rNamespaceSpec\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12*\n\x06groups\x18\x03 \x03(\x0b\x32\x1a.prefixcache.v1.LayerGroup\x12#\n\x05parts\x18\x04 \x03(\x0b\x32\x14.prefixcache.v1.Part\x12+\n\x04kind\x18\x05 \x01(\x0e\x32\x1d.prefixcache.v1.NamespaceKind\x12\r\n\x05label\x18\x06 \x01(\t\x12\x10\n\x08root_key\x18\x07 \x01(\x0c\"^\n\x07PartRun\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x0c\n\x04pool\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\r\n\x05slots\x18\x04 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x05 \x01(\x0c\"C\n\nTierTokens\x12\x0b\n\x03gpu\x18\x01 \x01(\x04\x12\x0c\n\x04host\x18\x02 \x01(\x04\x12\x0c\n\x04\x64isk\x18\x03 \x01(\x04\x12\x0c\n\x04peer\x18\x04 \x01(\x04\"u\n\x04Pool\x12\x0c\n\x04pool\x18\x01 \x01(\r\x12\"\n\x04tier\x18\x02 \x01(\x0e\x32\x14.prefixcache.v1.Tier\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x10\n\x08writable\x18\x04 \x01(\x08\x12\x15\n\rcontrol_bytes\x18\x05 \x01(\x04\"D\n\x0bReasonCount\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.prefixcache.v1.Reason\x12\r\n\x05\x63ount\x18\x02 \x01(\x04*W\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0c\n\x08TIER_GPU\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\r\n\tTIER_DISK\x10\x03\x12\r\n\tTIER_PEER\x10\x04*\xc0\x08\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11REASON_NOT_CACHED\x10\x01\x12\x18\n\x14REASON_PARTIAL_BLOCK\x10\x02\x12\x14\n\x10REASON_POOL_FULL\x10\x03\x12\x19\n\x15REASON_POOL_NOT_READY\x10\x04\x12\x14\n\x10REASON_TOO_LARGE\x10\x05\x12\x18\n\x14REASON_BEING_WRITTEN\x10\x06\x12\x19\n\x15REASON_ALREADY_STORED\x10\x07\x12\x13\n\x0fREASON_ORPHANED\x10\x08\x12\x15\n\x11REASON_LEASE_LOST\x10\t\x12\x11\n\rREASON_UNUSED\x10\n\x12\x13\n\x0fREASON_DEADLINE\x10\x0b\x12 \n\x1cREASON_SLOWER_THAN_RECOMPUTE\x10\x0c\x12\x1c\n\x18REASON_CHECKSUM_MISMATCH\x10\r\x12\x13\n\x0fREASON_DRAINING\x10\x0e\x12\x1d\n\x19REASON_SERVER_UNAVAILABLE\x10\x0f\x12\x17\n\x13REASON_CIRCUIT_OPEN\x10\x10\x12\x19\n\x15REASON_DYNAMIC_SCALES\x10\x11\x12\'\n#REASON_ENGINE_CANNOT_REPORT_FAILURE\x10\x12\x12\x10\n\x0cREASON_LIMIT\x10\x13\x12\x16\n\x12REASON_WORKER_GONE\x10\x14\x12\x1e\n\x1aREASON_RESERVATION_EXPIRED\x10\x15\x12\x1c\n\x18REASON_DROPPED_UNWRITTEN\x10\x16\x12!\n\x1dREASON_NO_RESTORABLE_BOUNDARY\x10\x17\x12\x13\n\x0fREASON_TIER_OFF\x10\x18\x12\x1a\n\x16REASON_SESSION_UNKNOWN\x10(\x12\x1c\n\x18REASON_NAMESPACE_UNKNOWN\x10)\x12\x1d\n\x19REASON_NAMESPACE_MISMATCH\x10*\x12\x15\n\x11REASON_BAD_LAYOUT\x10+\x12\x13\n\x0fREASON_BAD_KEYS\x10,\x12\x17\n\x13REASON_BAD_ARGUMENT\x10-\x12\x1b\n\x17REASON_PROTOCOL_VERSION\x10.\x12\x18\n\x14REASON_LEASE_UNKNOWN\x10/\x12\x1e\n\x1aREASON_RESERVATION_UNKNOWN\x10\x30\x12\x14\n\x10REASON_NOT_YOURS\x10\x31\x12!\n\x1dREASON_RESERVATION_INCOMPLETE\x10\x32\x12\x1b\n\x17REASON_STREAM_TRUNCATED\x10\x33\x12\x1c\n\x18REASON_MESSAGE_TOO_LARGE\x10\x34\x12\x18\n\x14REASON_UNIMPLEMENTED\x10\x35\x12\x14\n\x10REASON_ID_IN_USE\x10\x36\x12\x13\n\x0fREASON_INTERNAL\x10\x37*j\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fGROUP_KIND_FULL\x10\x01\x12\x16\n\x12GROUP_KIND_SLIDING\x10\x02\x12\x14\n\x10GROUP_KIND_STATE\x10\x03*f\n\rNamespaceKind\x12\x1e\n\x1aNAMESPACE_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15NAMESPACE_KIND_TOKENS\x10\x01\x12\x1a\n\x16NAMESPACE_KIND_FOREIGN\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprefixcache/v1/common.proto\x12\x0eprefixcache.v1\x1a\x19google/protobuf/any.proto\"\xb6\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12&\n\x06reason\x18\x02 \x01(\x0e\x32\x16.prefixcache.v1.Reason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x35\n\x08metadata\x18\x04 \x03(\x0b\x32#.prefixcache.v1.Error.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"N\n\x06Status\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any\"\xba\x01\n\nLayerGroup\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.prefixcache.v1.GroupKind\x12\x15\n\rwindow_tokens\x18\x02 \x01(\r\x12\x0e\n\x06layers\x18\x03 \x01(\r\x12\x10\n\x08kv_heads\x18\x04 \x01(\r\x12\x0f\n\x07k_bytes\x18\x05 \x01(\r\x12\x0f\n\x07v_bytes\x18\x06 \x01(\r\x12\x13\n\x0bscale_bytes\x18\x07 \x01(\r\x12\x13\n\x0bvalue_bytes\x18\x08 \x01(\r\"N\n\x04Part\x12\r\n\x05group\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x02 \x01(\r\x12\x0e\n\x06layers\x18\x03 \x01(\r\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\"\xd9\x01\n\rNamespaceSpec\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12*\n\x06groups\x18\x03 \x03(\x0b\x32\x1a.prefixcache.v1.LayerGroup\x12#\n\x05parts\x18\x04 \x03(\x0b\x32\x14.prefixcache.v1.Part\x12+\n\x04kind\x18\x05 \x01(\x0e\x32\x1d.prefixcache.v1.NamespaceKind\x12\r\n\x05label\x18\x06 \x01(\t\x12\x10\n\x08root_key\x18\x07 \x01(\x0c\"^\n\x07PartRun\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x0c\n\x04pool\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\r\n\x05slots\x18\x04 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x05 \x01(\x0c\"C\n\nTierTokens\x12\x0b\n\x03gpu\x18\x01 \x01(\x04\x12\x0c\n\x04host\x18\x02 \x01(\x04\x12\x0c\n\x04\x64isk\x18\x03 \x01(\x04\x12\x0c\n\x04peer\x18\x04 \x01(\x04\"u\n\x04Pool\x12\x0c\n\x04pool\x18\x01 \x01(\r\x12\"\n\x04tier\x18\x02 \x01(\x0e\x32\x14.prefixcache.v1.Tier\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x10\n\x08writable\x18\x04 \x01(\x08\x12\x15\n\rcontrol_bytes\x18\x05 \x01(\x04\"D\n\x0bReasonCount\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.prefixcache.v1.Reason\x12\r\n\x05\x63ount\x18\x02 \x01(\x04*W\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0c\n\x08TIER_GPU\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\r\n\tTIER_DISK\x10\x03\x12\r\n\tTIER_PEER\x10\x04*\xc0\x08\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11REASON_NOT_CACHED\x10\x01\x12\x18\n\x14REASON_PARTIAL_BLOCK\x10\x02\x12\x14\n\x10REASON_POOL_FULL\x10\x03\x12\x19\n\x15REASON_POOL_NOT_READY\x10\x04\x12\x14\n\x10REASON_TOO_LARGE\x10\x05\x12\x18\n\x14REASON_BEING_WRITTEN\x10\x06\x12\x19\n\x15REASON_ALREADY_STORED\x10\x07\x12\x13\n\x0fREASON_ORPHANED\x10\x08\x12\x15\n\x11REASON_LEASE_LOST\x10\t\x12\x11\n\rREASON_UNUSED\x10\n\x12\x13\n\x0fREASON_DEADLINE\x10\x0b\x12 \n\x1cREASON_SLOWER_THAN_RECOMPUTE\x10\x0c\x12\x1c\n\x18REASON_CHECKSUM_MISMATCH\x10\r\x12\x13\n\x0fREASON_DRAINING\x10\x0e\x12\x1d\n\x19REASON_SERVER_UNAVAILABLE\x10\x0f\x12\x17\n\x13REASON_CIRCUIT_OPEN\x10\x10\x12\x19\n\x15REASON_DYNAMIC_SCALES\x10\x11\x12\'\n#REASON_ENGINE_CANNOT_REPORT_FAILURE\x10\x12\x12\x10\n\x0cREASON_LIMIT\x10\x13\x12\x16\n\x12REASON_WORKER_GONE\x10\x14\x12\x1e\n\x1aREASON_RESERVATION_EXPIRED\x10\x15\x12\x1c\n\x18REASON_DROPPED_UNWRITTEN\x10\x16\x12!\n\x1dREASON_NO_RESTORABLE_BOUNDARY\x10\x17\x12\x13\n\x0fREASON_TIER_OFF\x10\x18\x12\x1a\n\x16REASON_SESSION_UNKNOWN\x10(\x12\x1c\n\x18REASON_NAMESPACE_UNKNOWN\x10)\x12\x1d\n\x19REASON_NAMESPACE_MISMATCH\x10*\x12\x15\n\x11REASON_BAD_LAYOUT\x10+\x12\x13\n\x0fREASON_BAD_KEYS\x10,\x12\x17\n\x13REASON_BAD_ARGUMENT\x10-\x12\x1b\n\x17REASON_PROTOCOL_VERSION\x10.\x12\x18\n\x14REASON_LEASE_UNKNOWN\x10/\x12\x1e\n\x1aREASON_RESERVATION_UNKNOWN\x10\x30\x12\x14\n\x10REASON_NOT_YOURS\x10\x31\x12!\n\x1dREASON_RESERVATION_INCOMPLETE\x10\x32\x12\x1b\n\x17REASON_STREAM_TRUNCATED\x10\x33\x12\x1c\n\x18REASON_MESSAGE_TOO_LARGE\x10\x34\x12\x18\n\x14REASON_UNIMPLEMENTED\x10\x35\x12\x14\n\x10REASON_ID_IN_USE\x10\x36\x12\x13\n\x0fREASON_INTERNAL\x10\x37*j\n\tGroupKind\x12\x1a\n\x16GROUP_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fGROUP_KIND_FULL\x10\x01\x12\x16\n\x12GROUP_KIND_SLIDING\x10\x02\x12\x14\n\x10GROUP_KIND_STATE\x10\x03*f\n\rNamespaceKind\x12\x1e\n\x1aNAMESPACE_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15NAMESPACE_KIND_TOKENS\x10\x01\x12\x1a\n\x16NAMESPACE_KIND_FOREIGN\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,14 +34,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERROR_METADATAENTRY']._loaded_options = None
   _globals['_ERROR_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_TIER']._serialized_start=1161
-  _globals['_TIER']._serialized_end=1248
-  _globals['_REASON']._serialized_start=1251
-  _globals['_REASON']._serialized_end=2339
-  _globals['_GROUPKIND']._serialized_start=2341
-  _globals['_GROUPKIND']._serialized_end=2447
-  _globals['_NAMESPACEKIND']._serialized_start=2449
-  _globals['_NAMESPACEKIND']._serialized_end=2551
+  _globals['_TIER']._serialized_start=1182
+  _globals['_TIER']._serialized_end=1269
+  _globals['_REASON']._serialized_start=1272
+  _globals['_REASON']._serialized_end=2360
+  _globals['_GROUPKIND']._serialized_start=2362
+  _globals['_GROUPKIND']._serialized_end=2468
+  _globals['_NAMESPACEKIND']._serialized_start=2470
+  _globals['_NAMESPACEKIND']._serialized_end=2572
   _globals['_ERROR']._serialized_start=75
   _globals['_ERROR']._serialized_end=257
   _globals['_ERROR_METADATAENTRY']._serialized_start=210
@@ -49,17 +49,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATUS']._serialized_start=259
   _globals['_STATUS']._serialized_end=337
   _globals['_LAYERGROUP']._serialized_start=340
-  _globals['_LAYERGROUP']._serialized_end=505
-  _globals['_PART']._serialized_start=507
-  _globals['_PART']._serialized_end=585
-  _globals['_NAMESPACESPEC']._serialized_start=588
-  _globals['_NAMESPACESPEC']._serialized_end=805
-  _globals['_PARTRUN']._serialized_start=807
-  _globals['_PARTRUN']._serialized_end=901
-  _globals['_TIERTOKENS']._serialized_start=903
-  _globals['_TIERTOKENS']._serialized_end=970
-  _globals['_POOL']._serialized_start=972
-  _globals['_POOL']._serialized_end=1089
-  _globals['_REASONCOUNT']._serialized_start=1091
-  _globals['_REASONCOUNT']._serialized_end=1159
+  _globals['_LAYERGROUP']._serialized_end=526
+  _globals['_PART']._serialized_start=528
+  _globals['_PART']._serialized_end=606
+  _globals['_NAMESPACESPEC']._serialized_start=609
+  _globals['_NAMESPACESPEC']._serialized_end=826
+  _globals['_PARTRUN']._serialized_start=828
+  _globals['_PARTRUN']._serialized_end=922
+  _globals['_TIERTOKENS']._serialized_start=924
+  _globals['_TIERTOKENS']._serialized_end=991
+  _globals['_POOL']._serialized_start=993
+  _globals['_POOL']._serialized_end=1110
+  _globals['_REASONCOUNT']._serialized_start=1112
+  _globals['_REASONCOUNT']._serialized_end=1180
 # @@protoc_insertion_point(module_scope)

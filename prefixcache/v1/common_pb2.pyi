@@ -379,6 +379,7 @@ class LayerGroup(google.protobuf.message.Message):
     K_BYTES_FIELD_NUMBER: builtins.int
     V_BYTES_FIELD_NUMBER: builtins.int
     SCALE_BYTES_FIELD_NUMBER: builtins.int
+    VALUE_BYTES_FIELD_NUMBER: builtins.int
     kind: global___GroupKind.ValueType
     """What a restore needs."""
     window_tokens: builtins.int
@@ -393,6 +394,10 @@ class LayerGroup(google.protobuf.message.Message):
     """Bytes of V of one token, one head, one layer (0 for MLA)."""
     scale_bytes: builtins.int
     """Bytes of scales of one head and layer in a block (0 without)."""
+    value_bytes: builtins.int
+    """Bytes of one number of K or V (2 for bfloat16); 0 where they are no whole bytes or unknown. Only a hint for forms in
+    which bytes are kept on disk; takes no part in identity.
+    """
     def __init__(
         self,
         *,
@@ -403,8 +408,9 @@ class LayerGroup(google.protobuf.message.Message):
         k_bytes: builtins.int = ...,
         v_bytes: builtins.int = ...,
         scale_bytes: builtins.int = ...,
+        value_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["k_bytes", b"k_bytes", "kind", b"kind", "kv_heads", b"kv_heads", "layers", b"layers", "scale_bytes", b"scale_bytes", "v_bytes", b"v_bytes", "window_tokens", b"window_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["k_bytes", b"k_bytes", "kind", b"kind", "kv_heads", b"kv_heads", "layers", b"layers", "scale_bytes", b"scale_bytes", "v_bytes", b"v_bytes", "value_bytes", b"value_bytes", "window_tokens", b"window_tokens"]) -> None: ...
 
 global___LayerGroup = LayerGroup
 

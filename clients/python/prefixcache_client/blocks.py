@@ -118,4 +118,5 @@ def _group(group: LayerGroup) -> common_pb2.LayerGroup:
         k_bytes=k_bytes,
         v_bytes=v_bytes,
         scale_bytes=scale_bytes,
+        value_bytes=bits // _BYTE_BITS,
     )

@@ -1,7 +1,8 @@
 """Frees a segment: what the caller wants to keep is appended again first, then the file goes.
 
-The old copy stays until every new one is written, so a crash at any moment leaves one or both, and a restart takes the
-newer. Tombstones in the segment are appended again while an older segment is left that could hold what they revoke.
+What is appended again keeps the form it has on disk. The old copy stays until every new one is written, so a crash at
+any moment leaves one or both, and a restart takes the newer. Tombstones in the segment are appended again while an
+older segment is left that could hold what they revoke.
 Works in chunks of bounded memory, driven by the ends of its own reads and writes; it has no thread.
 """
 
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixcache_offload.disk.outcomes import Outcome
+from prefixcache_offload.disk.queued import WriteJob
 from prefixcache_offload.disk.reader import Reader, ReadJob
 from prefixcache_offload.disk.records import (
     ENTRY,
@@ -20,12 +22,13 @@ from prefixcache_offload.disk.records import (
     Entries,
     Kind,
     pages_of,
+    stored_bytes,
 )
 from prefixcache_offload.disk.seam import scratch
 from prefixcache_offload.disk.segments import Segment, Stage
 from prefixcache_offload.disk.shared import Ended, Indexes, Outcomes, Shared
 from prefixcache_offload.disk.tombstones import Tombstone
-from prefixcache_offload.disk.writer import WriteJob, Writer
+from prefixcache_offload.disk.writer import Writer
 
 _CHUNK_BYTES = 8 << 20
 
@@ -76,7 +79,8 @@ class _Freeing:
     ) -> None:
         self._shared, self._reader, self._writer = shared, reader, writer
         self._number = number
-        self._keep = keep.copy()
+        with shared.lock:
+            self._keep = shared.table.as_stored(keep)
         self._done = done
         self._order = np.argsort(keep["page"], kind="stable")
         self._next = 0
@@ -94,16 +98,17 @@ class _Freeing:
             self._tombstones()
             return
         chunk = self._chunk()
-        lengths = [pages_of(int(n)) * PAGE for n in self._keep["length"][chunk]]
+        lengths = [pages_of(n) * PAGE for n in stored_bytes(self._keep[chunk]).tolist()]
         at = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)]).astype(np.int64)
         self._buffer = np.frombuffer(scratch(max(sum(lengths), PAGE)), np.uint8)
         waits = _Collected(len(chunk), lambda ended: self._was_read(chunk, at, ended))
-        self._reader.submit(ReadJob(-1, self._buffer, at, self._keep[chunk], waits.took))
+        self._reader.submit(ReadJob(-1, self._buffer, at, self._keep[chunk], waits.took, as_stored=True))
 
     def _chunk(self) -> Indexes:
         first, size = self._next, 0
+        lengths = stored_bytes(self._keep)
         while self._next < len(self._order):
-            length = int(self._keep["length"][self._order[self._next]])
+            length = int(lengths[self._order[self._next]])
             if size and size + length > _CHUNK_BYTES:
                 break
             size += length

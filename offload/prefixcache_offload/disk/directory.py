@@ -9,6 +9,8 @@ import errno
 import json
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -65,6 +67,17 @@ class Directory:
     def probe(self) -> None:
         """Write a page, read it back, remove it. Raises OSError where that does not work."""
         probe_direct(self.disk, self.path, direct=self.direct)
+
+    @contextmanager
+    def nameless_file(self) -> Iterator[int]:
+        """A descriptor of a file that nobody can find and that is gone with the block. Raises OSError."""
+        name = self.file(PROBE + "-rate")
+        fd = self.disk.open(name, create=True, direct=self.direct)
+        try:
+            self.disk.unlink(name)
+            yield fd
+        finally:
+            self.disk.close(fd)
 
     def close(self) -> None:
         """Let another daemon have it."""

@@ -1,6 +1,8 @@
 """Sizes, limits and patience of the disk tier, checked once. Only values: nothing here touches a disk."""
 
+import os
 from dataclasses import dataclass
+from enum import StrEnum
 
 from prefixcache_offload.disk.outcomes import DiskRefused, Refusal
 from prefixcache_offload.disk.records import PAGE
@@ -9,6 +11,15 @@ MIN_SEGMENT_BYTES = 64 << 10
 MAX_SEGMENT_BYTES = 4 << 30
 """Pages and lengths are u32, and a footer is read in one piece."""
 _META_SHARE = 16
+_MOST_PACKERS = 4
+
+
+class DiskCodec(StrEnum):
+    """In what form blocks go to disk. AUTO: lossless where loads get faster by it (see `packing`), else raw."""
+
+    AUTO = "auto"
+    RAW = "raw"
+    LOSSLESS = "lossless"
 
 
 @dataclass(frozen=True)
@@ -20,7 +31,9 @@ class DiskOptions:
     call. read_bytes: most payload of one read call; the first of a job takes a quarter. write_patience_s: longest a
     waiting write lets reads go first. stall_s: a call that takes longer marks the tier stalled. retry_s: first pause
     before a tier that is off tries again, doubled up to retry_max_s. writers/readers: threads; 0 of both: the owner
-    calls `pump` itself. The defaults for sizes and threads are those that measured best beside fio.
+    calls `pump` itself. codec: see DiskCodec. pack_patience_s: longest a record waits to be made smaller before it is
+    written as it is. packers: threads of the lowest priority that do it, 0 for as many as `writers` calls for. The
+    defaults for sizes and threads are those that measured best beside fio.
     """
 
     cap_bytes: int
@@ -36,6 +49,9 @@ class DiskOptions:
     read_errors_until_off: int = 3
     writers: int = 4
     readers: int = 3
+    codec: DiskCodec = DiskCodec.RAW
+    pack_patience_s: float = 0.25
+    packers: int = 0
 
     def __post_init__(self) -> None:
         """Raise DiskRefused when these sizes cannot work."""
@@ -52,6 +68,12 @@ class DiskOptions:
             )
         if (self.writers > 0) != (self.readers > 0) or min(self.writers, self.readers) < 0:
             raise DiskRefused(Refusal.BAD_OPTIONS, "readers and writers are both 0 or both positive")
+
+    @property
+    def packer_threads(self) -> int:
+        """Threads that make records smaller: half of the cores, a few at most; none where the owner pumps."""
+        wanted = self.packers or min(max((os.cpu_count() or 1) // 2, 1), _MOST_PACKERS)
+        return wanted if self.writers and self.codec is not DiskCodec.RAW else 0
 
     @property
     def meta_cap_bytes(self) -> int:

@@ -30,6 +30,8 @@ class Outcome(IntEnum):
     SHUT_DOWN = 10
     REVOKED = 11
     """It was cleared before it could be appended again."""
+    UNKNOWN_CODEC = 12
+    """The payload has a form that this version cannot read; it stays on disk for one that can."""
 
 
 class Trouble(StrEnum):

@@ -4,7 +4,7 @@ Any number of threads call `step`. A group is records that lie next to each othe
 to one job. Each record is judged by its header (is it the one wanted, at this place, of this directory) and by the
 checksum of its payload; what fails is `MISMATCH` and its target holds rubbish. A read of `length` bytes may overwrite
 its target up to the next multiple of 4 KiB, if the target begins on a page and the memory reaches that far; else it
-goes through a buffer of its own.
+goes through a buffer of its own, as does what lies on disk in another form: it is decoded into its target here.
 """
 
 from collections import deque
@@ -15,17 +15,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from prefixcache_offload.codecs import lossless
 from prefixcache_offload.disk.outcomes import Outcome, trouble_of
 from prefixcache_offload.disk.records import (
     PAGE,
     Bytes,
+    Codec,
     Entries,
     digest,
     good_headers,
     headers_over,
-    pages_of,
+    known,
     record_pages,
     same_records,
+    stored_bytes,
 )
 from prefixcache_offload.disk.seam import read_fully, scratch
 from prefixcache_offload.disk.shared import Done, Ended, Indexes, Outcomes, Shared
@@ -37,13 +40,15 @@ _MOST_IN_GROUP = 256
 @dataclass(eq=False, slots=True)
 class ReadJob:
     """Records to read. entries: ENTRY[n] with namespace, key, part, segment, page and length as they were told when
-    the record was written or found; payload i goes to memory[at[i] : at[i] + length]."""
+    the record was written or found; payload i goes to memory[at[i] : at[i] + length]. as_stored: the payloads are
+    wanted as they lie on disk, so there must be room for `stored_bytes`."""
 
     job: int
     memory: Bytes
     at: Indexes
     entries: Entries
     done: Done
+    as_stored: bool = False
     left: int = 0
     turn: RLock = field(default_factory=RLock)
     """Held around each call of `done`, so that the call with nothing left comes last."""
@@ -80,6 +85,8 @@ class Reader:
         """Queue a job's groups, or end it at once if reading is off."""
         shared, count = self._shared, len(job.entries)
         job.left = count
+        with shared.lock:
+            job.entries = shared.table.as_stored(job.entries)
         groups = group_neighbours(job.entries, shared.options.read_bytes)
         with shared.lock:
             off = shared.closing or shared.health.reads_off is not None
@@ -142,7 +149,7 @@ class Reader:
         self._note_health(error, outcomes)
         with shared.lock:
             shared.reads_pending -= 1
-            shared.counters.read_bytes += int(wanted["length"][outcomes == Outcome.OK].sum(dtype=np.int64))
+            shared.counters.read_bytes += int(stored_bytes(wanted)[outcomes == Outcome.OK].sum())
             self._fewer_pending()
         self._end(group, outcomes, found)
         return True
@@ -156,17 +163,19 @@ class Reader:
         ends: list[int] = []
         memory = group.job.memory
         begin = next_page = int(wanted["page"][0])
-        for i, (page, length) in enumerate(zip(wanted["page"].tolist(), wanted["length"].tolist(), strict=True)):
+        decoded = (wanted["codec"] != Codec.RAW) & (not group.job.as_stored)
+        for i, (page, pages) in enumerate(zip(wanted["page"].tolist(), record_pages(wanted).tolist(), strict=True)):
             if page > next_page:
                 buffers.append(self._junk[: (page - next_page) * PAGE])
             buffers.append(headers[i * PAGE : (i + 1) * PAGE])
-            rounded, start = pages_of(length) * PAGE, int(group.job.at[group.which[i]])
-            if rounded and not (memory.ctypes.data + start) % PAGE and start + rounded <= memory.size:
+            rounded, start = (pages - 1) * PAGE, int(group.job.at[group.which[i]])
+            fits = not (memory.ctypes.data + start) % PAGE and start + rounded <= memory.size
+            if rounded and fits and not decoded[i]:
                 buffers.append(memory[start : start + rounded].data)
             elif rounded:
                 copies[i] = scratch(rounded)
                 buffers.append(copies[i])
-            next_page = page + 1 + pages_of(length)
+            next_page = page + pages
             ends.append((next_page - begin) * PAGE)
         return _Plan(begin * PAGE, buffers, headers, ends, copies)
 
@@ -176,15 +185,33 @@ class Reader:
         found: Entries = headers_over(pages)["entry"].copy()
         whole = np.array(plan.ends) <= got
         right = whole & good_headers(pages, self._shared.directory.nonce) & same_records(found, wanted)
-        for i in np.flatnonzero(right).tolist():
-            length = int(found["length"][i])
-            start = int(group.job.at[group.which[i]])
-            payload = plan.copies[i][:length] if i in plan.copies else group.job.memory[start : start + length]
-            right[i] = digest(payload) == found["digest"][i].tobytes()
-            if right[i] and i in plan.copies:
-                np.copyto(group.job.memory[start : start + length], np.frombuffer(plan.copies[i], np.uint8)[:length])
+        readable = known(found) | group.job.as_stored
+        for i in np.flatnonzero(right & readable).tolist():
+            right[i] = self._take(group, i, found[i : i + 1], plan.copies.get(i))
         outcomes = np.where(right, Outcome.OK, np.where(whole, Outcome.MISMATCH, Outcome.TRUNCATED)).astype(np.uint8)
+        outcomes[right & ~readable] = Outcome.UNKNOWN_CODEC
         return outcomes, found
+
+    def _take(self, group: _Group, i: int, found: Entries, copy: memoryview | None) -> bool:
+        """Whether a payload is the one its header tells of; it is at its target then. found: ENTRY[1]."""
+        job, size, length = group.job, int(stored_bytes(found)[0]), int(found["length"][0])
+        start = int(job.at[group.which[i]])
+        payload = job.memory[start : start + size] if copy is None else np.frombuffer(copy, np.uint8)[:size]
+        if payload.size != size or digest(payload) != found["digest"][0].tobytes():
+            return False
+        if found["codec"][0] != Codec.RAW and not job.as_stored:
+            return copy is not None and self._decode(payload, job.memory[start : start + length])
+        if copy is not None:
+            np.copyto(job.memory[start : start + size], payload)
+        return True
+
+    def _decode(self, payload: Bytes, target: Bytes) -> bool:
+        began = self._shared.clock()
+        whole = lossless.unpack(payload, target)
+        with self._shared.lock:
+            self._shared.counters.decoded_bytes += target.size
+            self._shared.counters.decode_seconds += self._shared.clock() - began
+        return whole
 
     def _note_health(self, error: OSError | None, outcomes: Outcomes) -> None:
         with self._shared.lock:

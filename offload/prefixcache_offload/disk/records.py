@@ -3,6 +3,8 @@
 Everything is little-endian and 4 KiB-aligned.
 - A record is one page with a `HEADER` at its start, then the payload, padded to whole pages, so that the payload can
   be read straight into a slot. It names the segment and page it lies at, so a copy of it elsewhere is not it.
+- The payload is the block's bytes (`Codec.RAW`) or another form of them that takes `pages` whole pages; `length` is
+  that of the block's bytes always. The digest is of the payload as it lies there.
 - A footer is the array of a segment's `ENTRY`s, padded to whole pages, then one page with a `TRAILER`: the last page of
   a sealed file.
 - Every header and trailer holds the directory's nonce: 16 random bytes that are in no payload, so that a worker
@@ -32,7 +34,7 @@ ENTRY = np.dtype(
         ("key", "u1", KEY_BYTES),
         ("parent", "u1", KEY_BYTES),
         ("digest", "u1", DIGEST_BYTES),  # xxh3-128 of the payload
-        ("length", "<u4"),  # of the payload, bytes
+        ("length", "<u4"),  # of the block's bytes; of the payload too where its codec is RAW
         ("depth", "<u4"),
         ("segment", "<u4"),
         ("page", "<u4"),  # of the header, from the segment's start
@@ -40,7 +42,8 @@ ENTRY = np.dtype(
         ("group", "u1"),
         ("codec", "u1"),
         ("kind", "u1"),
-        ("spare", "u1", 3),
+        ("value_bytes", "u1"),  # size of the numbers in the payload; 0: unknown
+        ("pages", "<u2"),  # of the payload, where its codec is not RAW
     ]
 )
 HEADER = np.dtype(
@@ -77,6 +80,17 @@ class Kind(IntEnum):
     """Its payload is n x 32 bytes of keys of `namespace`; none: all of the namespace; namespace 0 and none: all."""
 
 
+class Codec(IntEnum):
+    """What form a payload has. A record of any other is never data: somebody newer wrote it."""
+
+    RAW = 0
+    LOSSLESS = 1
+
+
+KNOWN_CODECS = [int(codec) for codec in Codec]
+MOST_CODED_PAGES = (1 << 16) - 1
+
+
 def digest(data: Any) -> bytes:
     """xxh3-128 of any contiguous buffer."""
     made: bytes = xxhash.xxh3_128_digest(data)
@@ -88,10 +102,22 @@ def pages_of(size_bytes: int) -> int:
     return -(-size_bytes // PAGE)
 
 
+def stored_bytes(entries: Entries) -> npt.NDArray[np.int64]:
+    """Bytes of each payload as it lies on disk: i64[n]."""
+    coded = (entries["codec"] != Codec.RAW) & (entries["pages"] > 0)
+    stored: npt.NDArray[np.int64] = np.where(coded, entries["pages"].astype(np.int64) * PAGE, entries["length"])
+    return stored
+
+
 def record_pages(entries: Entries) -> npt.NDArray[np.int64]:
     """Pages each record takes, header included: i64[n]."""
-    lengths: npt.NDArray[np.int64] = entries["length"].astype(np.int64)
-    return 1 + -(-lengths // PAGE)
+    return 1 + -(-stored_bytes(entries) // PAGE)
+
+
+def known(entries: Entries) -> Mask:
+    """bool[n]: whose payload has a form that can be read."""
+    readable: Mask = np.isin(entries["codec"], KNOWN_CODECS)
+    return readable
 
 
 def footer_bytes(count: int) -> int:
@@ -132,9 +158,9 @@ def good_headers(pages: Bytes, nonce: bytes) -> Mask:
 
 
 def same_records(found: Entries, wanted: Entries) -> Mask:
-    """bool[n]: the record found is the one wanted, by place, name and length."""
+    """bool[n]: the record found is the one wanted, by place, name, length and form."""
     same: Mask = np.ones(len(wanted), np.bool_)
-    for name in ("namespace", "length", "segment", "page", "part"):
+    for name in ("namespace", "length", "segment", "page", "part", "codec", "pages"):
         same &= found[name] == wanted[name]
     same &= (found["key"] == wanted["key"]).all(axis=1)
     return same

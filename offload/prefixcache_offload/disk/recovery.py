@@ -23,6 +23,7 @@ from prefixcache_offload.disk.records import (
     digest,
     good_headers,
     headers_over,
+    known,
     pages_of,
 )
 from prefixcache_offload.disk.scan import scan
@@ -59,6 +60,8 @@ class RecoveryCounters:
     holes: int = 0
     revoked: int = 0
     superseded: int = 0
+    unknown_codec: int = 0
+    """Records in a form that this version cannot read; they stay until their segment's room is needed."""
     unreadable: int = 0
     """Segments that could not be read now; they stay, take room, and can be freed."""
     emptied: int = 0
@@ -104,6 +107,9 @@ class Recovery:
         newest_first = np.argsort(entries["sequence"], kind="stable")[::-1]
         left = _only(entries[newest_first], entries["kind"][newest_first] == _BLOCK)
         self.counters.records += len(left)
+        readable = known(left)
+        self.counters.unknown_codec += int((~readable).sum())
+        left = _only(left, readable)
         with self._shared.lock:
             revoked = self._shared.tombstones.revoked(left)
             left = _only(left, ~revoked)

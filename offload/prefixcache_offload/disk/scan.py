@@ -18,6 +18,7 @@ from prefixcache_offload.disk.records import (
     good_headers,
     headers_over,
     pages_of,
+    stored_bytes,
 )
 from prefixcache_offload.disk.seam import Disk, read_fully, scratch
 
@@ -85,7 +86,7 @@ def scan(disk: Disk, fd: int, segment: int, nonce: bytes) -> Scanned:
             page = next_page
             continue
         in_hole = False
-        length = int(entry["length"][0])
+        length = int(stored_bytes(entry)[0])
         payload = window.get(page + 1, pages_of(length))[:length]
         if payload.size == length and digest(payload) == entry["digest"][0].tobytes():
             found.append(entry)

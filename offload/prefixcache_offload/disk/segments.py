@@ -9,9 +9,10 @@ from enum import IntEnum
 
 import numpy as np
 
+from prefixcache_offload.disk.coded import CodedPlaces
 from prefixcache_offload.disk.directory import Directory, segment_name
 from prefixcache_offload.disk.options import DiskOptions
-from prefixcache_offload.disk.records import ENTRY, PAGE, Entries, Kind, footer_bytes
+from prefixcache_offload.disk.records import ENTRY, PAGE, Entries, Kind, footer_bytes, stored_bytes
 
 _MOST_IDLE_FILES = 256
 _FEWEST_FOR_RESERVE = 4
@@ -50,6 +51,7 @@ class Segment:
         self.dirty = False
         """Something was written that would not survive a power cut."""
         self.first_sequence = 0
+        self.coded = CodedPlaces()
         self._promised = 0
         self._written = 0
         self._entries = np.zeros(_FIRST_ROOM, ENTRY)
@@ -93,7 +95,8 @@ class Segment:
         self.records += len(entries)
         blocks = entries["kind"] == _BLOCK
         self.live_records += int(blocks.sum())
-        self.live_bytes += int(entries["length"][blocks].sum(dtype=np.int64))
+        self.live_bytes += int(stored_bytes(entries)[blocks].sum())
+        self.coded.add(entries)
 
     def forget_entries(self) -> None:
         """The footer is written: the list is not needed any more."""
@@ -161,6 +164,15 @@ class SegmentTable:
             segment.holders += 1
             self._idle.pop(number, None)
         return segment
+
+    def as_stored(self, entries: Entries) -> Entries:
+        """A copy of the entries that says in which form, on how many pages, each lies on disk."""
+        told = entries.copy()
+        for number in np.unique(entries["segment"]).tolist():
+            segment = self.by_number.get(number)
+            if segment is not None:
+                segment.coded.fill(told, np.flatnonzero(entries["segment"] == number))
+        return told
 
     def let_go(self, segment: Segment) -> list[int]:
         """End a hold; answer descriptors to close now (without the lock)."""

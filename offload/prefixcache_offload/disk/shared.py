@@ -58,6 +58,17 @@ class Counters:
     device_bytes: int = 0
     """All that went to segment files: headers, padding, footers and what was written again included."""
     read_bytes: int = 0
+    """As they lay on disk."""
+    packed: int = 0
+    """Records that went to disk in a smaller form."""
+    packed_bytes: int = 0
+    packed_to_bytes: int = 0
+    """Bytes of theirs before and after."""
+    pack_seconds: float = 0.0
+    kept_raw: Counter[str] = field(default_factory=Counter)
+    """Records that were written raw although the codec is on, by reason."""
+    decoded_bytes: int = 0
+    decode_seconds: float = 0.0
     write_calls: int = 0
     read_calls: int = 0
     write_seconds: float = 0.0

@@ -4,6 +4,7 @@ Puts the parts together and owns the threads. What to write, read, keep or forge
 exactly once per record, on a callback that may come from any of the tier's threads. Several threads may call.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,14 +20,18 @@ from prefixcache_offload.disk.health import HealthReport
 from prefixcache_offload.disk.namespaces import NamespaceBook
 from prefixcache_offload.disk.options import DiskOptions
 from prefixcache_offload.disk.outcomes import DiskRefused, Outcome, Refusal, Trouble
+from prefixcache_offload.disk.packing import CodecReport, Packer
+from prefixcache_offload.disk.queued import WriteJob
 from prefixcache_offload.disk.reader import Reader, ReadJob
-from prefixcache_offload.disk.records import KEY_BYTES, Bytes, Entries, Kind
+from prefixcache_offload.disk.records import KEY_BYTES, Bytes, Codec, Entries, Kind, stored_bytes
 from prefixcache_offload.disk.recovery import Recovery
 from prefixcache_offload.disk.seam import Disk, RealDisk
 from prefixcache_offload.disk.shared import Counters, Done, Indexes, Shared
 from prefixcache_offload.disk.tombstones import Tombstone
 from prefixcache_offload.disk.watch import Prober, Watchdog
-from prefixcache_offload.disk.writer import WriteJob, Writer
+from prefixcache_offload.disk.writer import Writer
+
+_LOWEST_PRIORITY = 19
 
 
 class SegmentRow(NamedTuple):
@@ -55,6 +60,7 @@ class DiskStatus:
     read_bytes_per_s: float
     write_bytes_per_s: float
     threads_alive: bool
+    codec: CodecReport
 
 
 class DiskTier:
@@ -82,13 +88,18 @@ class DiskTier:
         self._threads = [
             *self._started(options.writers, "write", self._writer),
             *self._started(options.readers, "read", self._reader),
+            *self._started(options.packer_threads, "pack", self._writer.packer, nice=_LOWEST_PRIORITY),
         ]
         if self._threads:
             self._watchdog.start()
             self._prober.start()
 
-    def _started(self, count: int, name: str, worker: Writer | Reader) -> list[threading.Thread]:
+    def _started(
+        self, count: int, name: str, worker: Writer | Reader | Packer, *, nice: int = 0
+    ) -> list[threading.Thread]:
         def run() -> None:
+            if nice:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
             whole = False
             try:
                 while worker.wait_for_work():
@@ -110,12 +121,12 @@ class DiskTier:
     ) -> None:
         """Append records. payload i is memory[at[i] : at[i] + length]; it must not change until its end is told.
 
-        entries: ENTRY[n] with namespace, key, parent, depth, part, group, codec and length, and with `digested` the
-        xxh3-128 that the caller knows; place and sequence are filled in on a copy. Raises ValueError for a range
-        outside the memory.
+        entries: ENTRY[n] with namespace, key, parent, depth, part, group, value_bytes and length, and with `digested`
+        the xxh3-128 that the caller knows; place, sequence and form are filled in on a copy. Raises ValueError for a
+        range outside the memory.
         """
         own, places = entries.copy(), _inside(memory, at, entries)
-        own["kind"] = Kind.BLOCK
+        own["kind"], own["codec"], own["pages"] = Kind.BLOCK, Codec.RAW, 0
         self._writer.submit(WriteJob(job, memory, places, own, done, digested=digested))
 
     def read(self, job: int, memory: Bytes, at: npt.ArrayLike, entries: Entries, done: Done) -> None:
@@ -146,9 +157,10 @@ class DiskTier:
         with self._shared.lock:
             for number in np.unique(entries["segment"]).tolist():
                 segment = self._shared.table.by_number.get(number)
-                gone = entries["length"][entries["segment"] == number]
+                gone = entries[entries["segment"] == number]
                 if segment is not None:
-                    segment.live_bytes -= int(gone.sum(dtype=np.int64))
+                    segment.coded.fill(gone, np.arange(len(gone)))
+                    segment.live_bytes -= int(stored_bytes(gone).sum())
                     segment.live_records -= len(gone)
 
     # --- namespaces ------------------------------------------------------------------------------------------------
@@ -202,6 +214,7 @@ class DiskTier:
                 counters.read_bytes / counters.read_seconds if counters.read_seconds else 0.0,
                 counters.device_bytes / counters.write_seconds if counters.write_seconds else 0.0,
                 all(thread.is_alive() for thread in self._threads),
+                self._writer.packer.report(),
             )
 
     def watch(self, on_change: Callable[[HealthReport], None]) -> None:
@@ -216,7 +229,7 @@ class DiskTier:
 
     def pump(self) -> None:
         """Without threads: do all that waits, on this thread."""
-        while self._reader.step() or self._writer.step():
+        while self._reader.step() or self._writer.packer.step() or self._writer.step():
             pass
         self._prober.tick()
         self._watchdog.tick()
@@ -251,6 +264,7 @@ class DiskTier:
         with shared.lock:
             shared.closing = True
             shared.wake_all()
+            self._writer.packer.wake()
         self._reader.drop_all(Outcome.SHUT_DOWN)
         self._writer.drop_all(Outcome.SHUT_DOWN)
         self._prober.stop()

@@ -6,61 +6,25 @@ survives a power cut once its segment is sealed or `Tail.sync` came back. A segm
 """
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from threading import RLock
 from typing import NamedTuple
 
 import numpy as np
 
 from prefixcache_offload.disk.outcomes import Outcome, outcome_of, trouble_of
-from prefixcache_offload.disk.records import (
-    PAGE,
-    Bytes,
-    Entries,
-    Kind,
-    digest,
-    footer_bytes,
-    pages_of,
-    write_headers,
-)
+from prefixcache_offload.disk.packing import Packer
+from prefixcache_offload.disk.queued import Item, WriteJob
+from prefixcache_offload.disk.records import PAGE, Codec, Entries, Kind, digest, footer_bytes, write_headers
 from prefixcache_offload.disk.seam import scratch, write_fully
 from prefixcache_offload.disk.segments import Segment, Stage
-from prefixcache_offload.disk.shared import Done, Ended, Indexes, Outcomes, Shared
+from prefixcache_offload.disk.shared import Ended, Indexes, Outcomes, Shared
 from prefixcache_offload.disk.tail import Tail
 
 _MOST_IN_BATCH = 128
 
 
-@dataclass(eq=False, slots=True)
-class WriteJob:
-    """Records to append. entries: ENTRY[n], the writer's own copy; digested: whether their digests are filled in.
-    again: they are kept from a segment being freed, so they go first and may use the reserve."""
-
-    job: int
-    memory: Bytes
-    at: Indexes
-    entries: Entries
-    done: Done
-    digested: bool = False
-    again: bool = False
-    admitted: Callable[[Entries], None] | None = None
-    """Called with the lock held when the sequence numbers are drawn."""
-    left: int = 0
-    turn: RLock = field(default_factory=RLock)
-    """Held around each call of `done`, so that the call with nothing left comes last."""
-
-
-class _Item(NamedTuple):
-    job: WriteJob
-    which: int
-    length: int
-    pages: int
-
-
 class _Batch(NamedTuple):
     segment: Segment
-    items: list[_Item]
+    items: list[Item]
     entries: Entries
 
 
@@ -70,9 +34,12 @@ class Writer:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self.tail = Tail(shared, self.fail)
-        self._queue: deque[_Item] = deque()
-        self._again: deque[_Item] = deque()
+        self.packer = Packer(shared)
+        self._queue: deque[Item] = deque()
+        self._again: deque[Item] = deque()
         self._queued_bytes = 0
+        self._tombstones = 0
+        """Clears that wait: nothing in front of them may dally."""
         self._opening = False
         self._active: list[int] = []
         """First sequence numbers of the batches in the kernel."""
@@ -117,14 +84,19 @@ class Writer:
         if not must and self._queued_bytes + length > max(options.queue_bytes, length):
             return Outcome.QUEUE_FULL
         self._queued_bytes += length
-        (self._again if job.again else self._queue).append(_Item(job, which, length, 1 + pages_of(length)))
+        item = Item(job, which, length)
+        (self._again if job.again else self._queue).append(item)
+        self._tombstones += kind == Kind.TOMBSTONE and not job.again
+        self.packer.offer_locked(item)
         return Outcome.OK
 
     def wait_for_work(self) -> bool:
         """Block until `step` may have something to do; False once the tier closes. Lets reads go first for a while."""
         shared = self._shared
         with shared.lock:
-            shared.writes_wait.wait_for(lambda: shared.closing or self._waiting())
+            # What waits for its smaller form is looked at again when its time is up.
+            while not (shared.closing or self._waiting()):
+                shared.writes_wait.wait(shared.options.pack_patience_s if self._queue else None)
             if shared.reads_pending and not shared.closing:
                 shared.reads_done.wait_for(
                     lambda: not shared.reads_pending or shared.closing, timeout=shared.options.write_patience_s
@@ -132,13 +104,19 @@ class Writer:
             return not shared.closing or bool(self._queue or self._again)
 
     def _waiting(self) -> bool:
-        return bool(self._queue or self._again) and not self._opening
+        return bool(self._again or (self._queue and self._head_ready())) and not self._opening
+
+    def _head_ready(self) -> bool:
+        shared = self._shared
+        full = 2 * self._queued_bytes > shared.options.queue_bytes
+        hurry = full or shared.closing or self._tombstones > 0
+        return self.packer.ready_locked(self._queue[0], hurry=hurry)
 
     def step(self) -> bool:
         """Do one thing: write one batch, or make room for it. False if there was nothing to do."""
         with self._shared.lock:
             queue = self._again or self._queue
-            if not queue or self._opening:
+            if not self._waiting():
                 return False
             segment = self.tail.open
             if segment is None or not segment.fits(queue[0].pages, 1):
@@ -152,33 +130,39 @@ class Writer:
             self._execute(batch)
         return True
 
-    def _take(self, segment: Segment, queue: deque[_Item]) -> _Batch:
+    def _take(self, segment: Segment, queue: deque[Item]) -> _Batch:
         """Batch up what comes next, and give it its places."""
-        items: list[_Item] = []
+        items: list[Item] = []
         size = 0
         while queue and len(items) < _MOST_IN_BATCH:
             item = queue[0]
-            if items and (size + item.length > self._shared.options.batch_bytes or not segment.fits(item.pages, 1)):
+            full = size + item.size > self._shared.options.batch_bytes or not segment.fits(item.pages, 1)
+            if items and (full or (queue is self._queue and not self._head_ready())):
                 break
-            size += item.length
+            size += item.size
             items.append(queue.popleft())
-            job = item.job
-            job.entries["segment"][item.which] = segment.number
-            job.entries["page"][item.which] = segment.promise(item.pages, 1)
-        self._queued_bytes -= size
+            self._unqueued(item)
+            entries = item.job.entries[item.which : item.which + 1]
+            entries["segment"] = segment.number
+            entries["page"] = segment.promise(item.pages, 1)
+            if item.stored is not None:
+                entries["codec"], entries["pages"] = Codec.LOSSLESS, item.pages - 1
         self._active.append(int(items[0].job.entries["sequence"][items[0].which]))
         segment.writes += 1
         return _Batch(segment, items, np.concatenate([i.job.entries[i.which : i.which + 1] for i in items]))
+
+    def _unqueued(self, item: Item) -> None:
+        """It waits no more; the lock is held."""
+        self._queued_bytes -= item.length
+        self._tombstones -= item.job.entries["kind"][item.which] == Kind.TOMBSTONE and not item.job.again
 
     # --- one batch -------------------------------------------------------------------------------------------------
 
     def _execute(self, batch: _Batch) -> None:
         shared = self._shared
         for i, item in enumerate(batch.items):
-            if not item.job.digested:
-                start = int(item.job.at[item.which])
-                made = digest(item.job.memory[start : start + item.length])
-                batch.entries["digest"][i] = np.frombuffer(made, np.uint8)
+            if item.stored is not None or not item.job.digested:
+                batch.entries["digest"][i] = np.frombuffer(digest(item.payload()), np.uint8)
         buffers = self._buffers(batch)
         size = sum(b.nbytes for b in buffers)
         outcome: Outcome = Outcome.OK
@@ -203,20 +187,15 @@ class Writer:
             shared.writes_done.notify_all()
 
     def _buffers(self, batch: _Batch) -> list[memoryview]:
-        """Header, payload, header, payload: the payload where it lies if direct calls accept it there."""
+        """Header, payload, header, payload."""
         headers = scratch(PAGE * len(batch.items))
         write_headers(np.frombuffer(headers, np.uint8), batch.entries, self._shared.directory.nonce)
         buffers: list[memoryview] = []
         for i, item in enumerate(batch.items):
-            start, rounded = int(item.job.at[item.which]), pages_of(item.length) * PAGE
             buffers.append(headers[i * PAGE : (i + 1) * PAGE])
-            memory = item.job.memory
-            if rounded and not (memory.ctypes.data + start) % PAGE and start + rounded <= memory.size:
-                buffers.append(memory[start : start + rounded].data)
-            elif rounded:
-                copy = scratch(rounded)
-                np.copyto(np.frombuffer(copy, np.uint8)[: item.length], memory[start : start + item.length])
-                buffers.append(copy)
+            payload = item.buffer()
+            if payload is not None:
+                buffers.append(payload)
         return buffers
 
     def _written(self, batch: _Batch, *, ok: bool) -> None:
@@ -270,7 +249,7 @@ class Writer:
             self.tail.settle(old)
         self._end_all(dropped, Outcome.NO_ROOM)
 
-    def _next_segment(self) -> tuple[Segment | None, list[_Item]]:
+    def _next_segment(self) -> tuple[Segment | None, list[Item]]:
         """(a segment that the cap allows, or None and the record that has to go); the lock is held."""
         queue = self._again or self._queue
         if not queue:
@@ -279,7 +258,7 @@ class Writer:
         if self._shared.table.may_add(reserve=bool(urgent)):
             return self._shared.table.begin(), []
         dropped = queue.popleft()
-        self._queued_bytes -= dropped.length
+        self._unqueued(dropped)
         return None, [dropped]
 
     # --- trouble, flush, end ---------------------------------------------------------------------------------------
@@ -296,11 +275,13 @@ class Writer:
             dropped = [*self._again, *self._queue]
             self._again.clear()
             self._queue.clear()
-            self._queued_bytes = 0
+            self._queued_bytes = self._tombstones = 0
+            for item in dropped:
+                item.waits_until = 0.0
             self._shared.writes_done.notify_all()
         self._end_all(dropped, outcome)
 
-    def _end_all(self, items: list[_Item], outcome: Outcome) -> None:
+    def _end_all(self, items: list[Item], outcome: Outcome) -> None:
         """End these records alike, with one call per job."""
         by_job: dict[WriteJob, list[int]] = {}
         for item in items:

@@ -239,7 +239,7 @@ def test_places_that_do_not_fit_are_refused(slots: list[int], places: list[int])
     [
         ((1, 2, 4, 8), "1htx", "k"),
         ((1, 2, 4, 8), "htd", "k"),
-        ((1, 2, 4, 8), "thtd", "k"),
+        ((1, 2, 4, 8), "bbtd", "k"),
         ((3, 2, 4, 8), "1htd", "k"),
         ((2, 2, 4, 8), "chtd", "k"),
         ((2, 4, 8), "bhd", "k"),

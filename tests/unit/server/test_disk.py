@@ -8,7 +8,8 @@ import pytest
 from prefixcache.core.ids import GroupKind, NamespaceKind
 from prefixcache.core.spec import GroupSpec, NamespaceSpec, PartSpec
 from prefixcache.server.config import Config, ConfigError
-from prefixcache.server.disk import DiskStore, disk_options, pack_spec, unpack_spec
+from prefixcache.server.disk import DiskStore, disk_options
+from prefixcache.server.disk_specs import pack_spec, unpack_spec
 from prefixcache_offload.pool import HostPool
 
 MIB = 1 << 20
@@ -29,14 +30,15 @@ def config(path: Path | str, **values: int) -> Config:
 
 
 def test_a_spec_comes_back_as_it_was() -> None:
-    assert unpack_spec(pack_spec("Llama", SPEC)) == ("Llama", SPEC)
+    assert unpack_spec(pack_spec("Llama", SPEC)) == ("Llama", SPEC, ())
     foreign = NamespaceSpec(1, (GroupSpec(GroupKind.FULL),), (PartSpec(0, 1, 1),), NamespaceKind.FOREIGN)
-    assert unpack_spec(pack_spec("", foreign)) == ("", foreign)
+    assert unpack_spec(pack_spec("Llama", SPEC, (2,) * len(SPEC.groups)))[2] == (2,) * len(SPEC.groups)
+    assert unpack_spec(pack_spec("", foreign)) == ("", foreign, ())
 
 
 @pytest.mark.parametrize(
     "packed",
-    [b"", b"\xc1", msgspec.msgpack.encode([2, "", 64, "tokens", [], []]), msgspec.msgpack.encode([1, "", 64])],
+    [b"", b"\xc1", msgspec.msgpack.encode([3, "", 64, "tokens", [], []]), msgspec.msgpack.encode([1, "", 64])],
 )
 def test_what_is_no_spec_is_refused(packed: bytes) -> None:
     with pytest.raises((ValueError, TypeError, msgspec.DecodeError)):

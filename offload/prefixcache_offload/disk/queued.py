@@ -1,0 +1,74 @@
+"""What waits to be written: jobs, and their records. Values only; who takes them when is `writer`'s business."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import RLock
+
+import numpy as np
+
+from prefixcache_offload.disk.records import PAGE, Bytes, Entries, pages_of, stored_bytes
+from prefixcache_offload.disk.seam import scratch
+from prefixcache_offload.disk.shared import Done, Indexes
+
+
+@dataclass(eq=False, slots=True)
+class WriteJob:
+    """Records to append. entries: ENTRY[n], the writer's own copy; digested: whether their digests are filled in.
+    again: they are kept from a segment being freed, in the form they have there, so they go first and may use the
+    reserve."""
+
+    job: int
+    memory: Bytes
+    at: Indexes
+    entries: Entries
+    done: Done
+    digested: bool = False
+    again: bool = False
+    admitted: Callable[[Entries], None] | None = None
+    """Called with the lock held when the sequence numbers are drawn."""
+    left: int = 0
+    turn: RLock = field(default_factory=RLock)
+    """Held around each call of `done`, so that the call with nothing left comes last."""
+
+
+@dataclass(eq=False, slots=True)
+class Item:
+    """One record that waits. length: of the block's bytes. stored: its smaller form, whole pages, once it is made;
+    waits_until: how long it may wait for that on the tier's clock, 0 for not at all."""
+
+    job: WriteJob
+    which: int
+    length: int
+    stored: memoryview | None = None
+    waits_until: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the payload as it goes to disk."""
+        if self.stored is not None:
+            return self.stored.nbytes
+        return int(stored_bytes(self.job.entries[self.which : self.which + 1])[0])
+
+    @property
+    def pages(self) -> int:
+        """Pages of the record, header included."""
+        return 1 + pages_of(self.size)
+
+    def payload(self) -> memoryview:
+        """What is to be written, u8[size]."""
+        if self.stored is not None:
+            return self.stored
+        start = int(self.job.at[self.which])
+        return self.job.memory[start : start + self.size].data
+
+    def buffer(self) -> memoryview | None:
+        """The same on whole pages: where it lies if direct calls accept it there, else a copy; None for nothing."""
+        size = self.size
+        rounded, start, memory = pages_of(size) * PAGE, int(self.job.at[self.which]), self.job.memory
+        if self.stored is not None or not rounded:
+            return self.stored
+        if not (memory.ctypes.data + start) % PAGE and start + rounded <= memory.size:
+            return memory[start : start + rounded].data
+        copy = scratch(rounded)
+        np.copyto(np.frombuffer(copy, np.uint8)[:size], memory[start : start + size])
+        return copy

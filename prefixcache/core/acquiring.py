@@ -20,7 +20,7 @@ from prefixcache.core.leases import Lease
 from prefixcache.core.loading import Loader
 from prefixcache.core.loads import Wish
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.radix import ROW_DTYPE, Node, Path, Pin, hot_from, path_to
+from prefixcache.core.radix import ROW_DTYPE, Path, Pin, hot_from, node_at, path_to
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.removal import Remover
 from prefixcache.core.slabs import SlabMover
@@ -72,14 +72,14 @@ class Acquiring:
         space.tokens.look_up(total - from_block * tokens, total - key_blocks * tokens)
         stop = self._count_misses(space, path, event, (end, limit), wish)
         if end < path.blocks or end <= from_block:
-            self._touch(space, path)  # no lease holds all of it
+            self.touch(space, path)  # no lease holds all of it
         if end <= from_block:
             out.append(Acquired(lease_id, from_block, 0, 0, (), stop, (0, 0, 0, 0), now))
             return
         reply = self._promise(event, space, path, end, wish)
         reply.stop, reply.expires_at = stop, now + state.clipped_ttl(event.ttl_s)
         lease = Lease(lease_id, event.session, space, reply)
-        self.remover.pin(_node_at(path, end), end, lease.pins)
+        self.remover.pin(node_at(path, end), end, lease.pins)
         begin_lease(state, session, lease, out)
         if wish is not None:
             wish.give(lease)
@@ -207,7 +207,9 @@ class Acquiring:
         if lease.space.foreign is None:
             for pin in lease.pins:
                 path = path_to(pin.node, pin.depth)
-                self._touch(lease.space, path)
+                for node in path.nodes:
+                    node.uses += node.end <= pin.depth
+                self.touch(lease.space, path)
                 if lease.space.on_disk:
                     self._count_hit(lease.space, path, pin)
         self.remover.unpin_all(lease.pins)
@@ -227,7 +229,7 @@ class Acquiring:
         if self.demoter is not None:
             self.demoter.note_used(pin.node, pin.depth)
 
-    def _touch(self, space: Namespace, path: Path) -> None:
+    def touch(self, space: Namespace, path: Path) -> None:
         """These blocks were used now."""
         if not path.nodes:
             return
@@ -352,9 +354,3 @@ def _remember(space: Namespace, path: Path) -> None:
         if space.cold_blocks:
             rows = rows[~space.table.cold[rows]]
         space.policy.used(space, rows)
-
-
-def _node_at(path: Path, end: int) -> Node:
-    """The node in which the first `end` blocks (at least one) of a path end."""
-    last = path.nodes[-1]
-    return last if last.start < end else next(node for node in reversed(path.nodes) if node.start < end)

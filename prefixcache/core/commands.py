@@ -17,15 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixcache.core.ids import Generations, LeaseId, NamespaceId, PoolId, ReservationId, Rows, SessionId, Slots, Tier
+from prefixcache.core.pin_messages import PinEnded, PinReply
 from prefixcache.core.reasons import Kind, Miss, Refusal, Skip
 
 
 @dataclass(slots=True)
 class Refused:
     """The one negative answer. kind: canonical gRPC code name; metadata: facts for the message, never key material.
-
-    subject: the lease, reservation or session it is about (empty: none), because an Acquire that waited for a
-    verification is answered in a later call."""
+    subject: the lease, reservation or session it is about (empty: none): an Acquire may be answered in a later call."""
 
     kind: Kind
     reason: Refusal
@@ -229,7 +228,7 @@ class PartCheck:
 
 @dataclass(slots=True)
 class VerifyParts:
-    """Compare bytes with their digests. Ends in VerifyDone(check); the Acquire that asked is answered after it."""
+    """Compare bytes with their digests. Ends in VerifyDone(check), before the Acquire that asked is answered."""
 
     check: int
     namespace: NamespaceId
@@ -375,6 +374,7 @@ Reply: TypeAlias = (
     | Reserved
     | Committed
     | Aborted
+    | PinReply
     | Cleared
     | SnapshotTaken
     | SnapshotLoaded
@@ -386,6 +386,7 @@ Order: TypeAlias = (
     | VerifyParts
     | LeaseEnded
     | ReservationEnded
+    | PinEnded
     | DrainFinished
     | NamespaceForgotten
     | Published

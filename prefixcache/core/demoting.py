@@ -85,6 +85,10 @@ class Demoter:
             if space.table.hits[row] >= _HIT_OFTEN and not space.table.is_clean(np.array([row]))[0]:
                 self._candidates.append((node, depth))
 
+    def note_wanted(self, node: Node, depth: int) -> None:
+        """This path is pinned: it is the next to be written early."""
+        self._candidates.appendleft((node, depth))
+
     def write_early(self, now: float, out: list[Command]) -> None:
         """In idle time, within the day's budget: candidates."""
         per_s = self.spec.early_bytes_per_day / _DAY_S

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixcache.core.ids import Generations, LeaseId, NamespaceId, PoolId, ReservationId, Rows, SessionId
+from prefixcache.core.pin_messages import PinEvent
 from prefixcache.core.reasons import Miss
 from prefixcache.core.spec import NamespaceSpec
 
@@ -209,10 +210,14 @@ class CapacityReady:
 @dataclass(slots=True)
 class ClearRequested:
     """Forget what is stored: everything (namespace None), one namespace, or what has the chain `keys` as its prefix.
-    Leased blocks are out of sight at once and free with their last lease. Answer: Cleared | Refused."""
+    Leased blocks are out of sight at once and free with their last lease; pins that reach there end.
+    own_tail (with keys): only what no other prompt goes through, from the end of the prefix on. gently: refused, and
+    nothing changes, where any of it is leased, pinned or being stored. Answer: Cleared | Refused."""
 
     namespace: NamespaceId | None = None
     keys: bytes | None = None
+    own_tail: bool = False
+    gently: bool = False
 
 
 @dataclass(slots=True)
@@ -343,6 +348,7 @@ Event: TypeAlias = (
     | LeaseReleased
     | LookupRequested
     | ReserveRequested
+    | PinEvent
     | CommitRequested
     | AbortRequested
     | CopyDone

@@ -232,6 +232,7 @@ class Filling:
         while stack:
             top = stack.pop()
             top.state = VISIBLE
+            self.state.appear(top)
             self.state.publish_blocks(Change.STORED, top, 0, out)
             self._join(top)
             if top.children:

@@ -311,6 +311,8 @@ class Granting:
         parent = node.parent
         assert parent is not None
         node.state = VISIBLE if parent.state == VISIBLE else WAITING
+        if node.state == VISIBLE:
+            self.state.appear(node)
         space.table.touched[node.row_array()] = self.state.tick
         if space.policy.remembers:
             space.policy.stored(space, node, UNKNOWN_BIRTH)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 SessionId: TypeAlias = bytes
 LeaseId: TypeAlias = bytes
 ReservationId: TypeAlias = bytes
+PinId: TypeAlias = bytes
 NamespaceId: TypeAlias = int
 PoolId: TypeAlias = int
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from prefixcache.core import disk_invariants
+from prefixcache.core import disk_invariants, pin_invariants
 from prefixcache.core.disk_invariants import InvariantError as InvariantError
 from prefixcache.core.disk_invariants import must as _must
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, SLOT_GRANULE, Tier
@@ -59,6 +59,7 @@ def check(planner: Planner) -> None:
     for reservation in state.reservations.values():
         _check_entries(reservation)
     _check_bounds(planner)
+    pin_invariants.check(planner)
     if planner.config.disk is not None:
         disk_invariants.check(planner)
 
@@ -246,11 +247,12 @@ def _check_leaves(state: State, views: list[_View]) -> None:
 
 
 def _check_pins(planner: Planner, views: list[_View]) -> None:
-    """Rule 2: pins are those of leases, patches, reads and writes, on blocks that are there."""
+    """Rule 2: pins are those of leases, patches, reads, writes and pinned prefixes, on blocks that are there."""
     state = planner.state
     held: list[Pin] = [pin for lease in state.leases.values() for pin in lease.pins]
     held += [pin for reservation in state.reservations.values() for pin in reservation.pins]
     held += disk_invariants.pins(planner)
+    held += pin_invariants.tree_pins(planner)
     on_nodes = [pin for view in views for node in view.nodes for pin in node.pins or ()]
     _must(len(held) == len(on_nodes) and set(held) == set(on_nodes), "pins and their holders differ")
     for pin in held:
@@ -325,7 +327,7 @@ def _check_bounds(planner: Planner) -> None:
     _must(len(state.expired_leases) <= limits.recent_ends, "too many remembered leases")
     _must(len(state.recent_ends) <= limits.recent_ends, "too many remembered ends")
     _must(len(planner.checks.waiting) <= limits.max_parked, "too many waiting acquires")
-    live = len(state.leases) + len(state.reservations)
+    live = len(state.leases) + len(state.reservations) + len(state.prefix_pins)
     _must(len(state.deadlines) <= 3 * live + 2 * 64 + 8, "deadlines pile up")
     if not state.leases and not state.disk.writing:
         _must(not planner.mover.retired, "retired slots wait for no lease")

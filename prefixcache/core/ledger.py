@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from prefixcache.core.ids import NamespaceId, Tier
-from prefixcache.core.reasons import DiskDrop, Miss, Skip
+from prefixcache.core.reasons import DiskDrop, Miss, PinEnd, Skip
 
 
 class TokenLedger:
@@ -58,6 +58,10 @@ class Stats:
         self.reservations_expired = 0
         self.slots_quarantined = 0  # now, not ever
         self.slots_moved = 0
+        self.prefetches = 0
+        self.blocks_prefetched = 0
+        self.prefetch_stops: Counter[Miss] = Counter()
+        self.pins_ended: Counter[PinEnd] = Counter()
         self.refused: Counter[str] = Counter()
         self.disk_drops: Counter[DiskDrop] = Counter()
         self.blocks_demoted = 0  # written to disk

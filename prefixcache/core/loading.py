@@ -17,13 +17,13 @@ from prefixcache.core.leases import Lease
 from prefixcache.core.loads import Load, Mask, Wish
 from prefixcache.core.meter import ReadMeter
 from prefixcache.core.namespaces import Namespace
-from prefixcache.core.radix import ROW_DTYPE, Path, Pin
+from prefixcache.core.radix import ROW_DTYPE, Path, Pin, node_at
 from prefixcache.core.reasons import Miss
 from prefixcache.core.removal import Remover
 from prefixcache.core.room import RoomMaker
 from prefixcache.core.spec import DiskSpec
 from prefixcache.core.state import State
-from prefixcache.core.survey import Survey
+from prefixcache.core.survey import Counts, Survey
 
 _MARGIN = 1.05  # loading must be faster than computing by so much, as nobody knows the disk's speed exactly
 
@@ -119,17 +119,40 @@ class Loader:
             wish.cold = survey.lacks(wish.end)
         return wish
 
+    def fetch(self, space: Namespace, path: Path, most_bytes: int, now: float, out: list[Command]) -> Wish:
+        """Begins to load what is not in memory of a path, for nobody in particular, as far as `most_bytes` under way
+        allow. Such loads go on although no lease waits for them."""
+        survey = Survey(space, np.frombuffer(path.packed_rows(), ROW_DTYPE), 0)
+        wish = Wish(survey.longest(survey.stored))
+        plan = _Plan(path, survey, space.loading)
+        if not self.state.disk.reads_on:
+            wish.cut(plan.base, Miss.TIER_OFF)
+        plan.allow(wish, plan.possible, Miss.DEADLINE)
+        plan.allow(wish, self._size(plan) <= most_bytes - self.meter.pending_bytes, Miss.BEYOND_LIMIT)
+        if wish.end > plan.base:
+            self._begin(plan, wish, now, out)
+        if wish.end > plan.base:
+            wish.cold = survey.lacks(wish.end)
+        for load in wish.loads:
+            load.kept = True
+        return wish
+
+    @staticmethod
+    def _size(plan: _Plan) -> Counts:
+        """By length: bytes that have to be read for it."""
+        size = np.zeros(len(plan.survey.rows), np.int64)
+        for part, fresh in enumerate(plan.fresh):
+            if fresh.any():
+                size += plan.survey.needed(part, fresh) * plan.survey.space.spec.parts[part].size_bytes
+        return size
+
     def _choose(self, event: AcquireRequested, space: Namespace, plan: _Plan, wish: Wish) -> None:
         """Shortens the wish to what comes in time, if that beats computing."""
         survey, base = plan.survey, plan.base
         if not self.state.disk.reads_on:
             wish.cut(base, Miss.TIER_OFF)
             return
-        sizes = [part.size_bytes for part in space.spec.parts]
-        size = np.zeros(len(survey.rows), np.int64)
-        for part, fresh in enumerate(plan.fresh):
-            if fresh.any():
-                size += survey.needed(part, fresh) * sizes[part]
+        size = self._size(plan)
         arrives = self.meter.wait_s() + size / self.meter.bytes_per_s
         plan.allow(wish, plan.possible, Miss.DEADLINE)
         plan.allow(wish, size <= self.spec.loading_bytes - self.meter.pending_bytes, Miss.POOL_FULL)
@@ -162,8 +185,7 @@ class Loader:
 
     def _pin(self, plan: _Plan, end: int) -> list[Pin]:
         pins: list[Pin] = []
-        last = next(node for node in reversed(plan.path.nodes) if node.start < end)
-        self.remover.pin(last, end, pins)
+        self.remover.pin(node_at(plan.path, end), end, pins)
         return pins
 
     def _begin(self, plan: _Plan, wish: Wish, now: float, out: list[Command]) -> None:
@@ -236,7 +258,7 @@ class Loader:
         for load in lease.loads:
             if lease in load.waiters:
                 load.waiters.remove(lease)
-            if not load.waiters and load.number in self.loads:
+            if not load.waiters and not load.kept and load.number in self.loads:
                 load.cancelled = True
                 out.append(CancelReads(load.number))
         lease.loads = []

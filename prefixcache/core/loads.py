@@ -33,8 +33,8 @@ class Load:
     still to come; front: rows before it are settled."""
 
     __slots__ = (
-        "cancelled", "ends", "front", "generation", "left", "lost", "number", "owner", "pins", "records", "rows",
-        "slots", "space", "waiters", "waits",
+        "cancelled", "ends", "front", "generation", "kept", "left", "lost", "number", "owner", "pins", "records",
+        "rows", "slots", "space", "waiters", "waits",
     )  # fmt: skip
 
     def __init__(self, number: int, space: Namespace, found: Found, slots: dict[int, Slots], generation: int) -> None:
@@ -52,6 +52,7 @@ class Load:
         self.left: NDArray[np.uint8] = chosen.sum(axis=1, dtype=np.uint8)
         self.front = 0
         self.cancelled = False
+        self.kept = False  # it goes on although no lease waits for it
         self.lost = False  # some record was not there, or not whole
         self.waits = False  # the row at `front` can only be settled after another load has
         self.records = self._records(np.fromiter(slots, np.uint16)[column], found)

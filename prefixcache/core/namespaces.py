@@ -7,6 +7,7 @@ Must not know: sessions, leases, slots' allocation.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,7 @@ from prefixcache.core.table import NO_SEGMENT, BlockTable
 
 if TYPE_CHECKING:
     from prefixcache.core.loads import Load
+    from prefixcache.core.pins import PrefixPin
 
 _NO_GAP = -(1 << 40)  # in front of every window
 
@@ -88,6 +90,9 @@ class Namespace:
         # Rows that reservations are filling the missing optional parts of, per part.
         self.patching: dict[int, set[int]] = {part: set() for part in self.optional_parts}
         self.limbo: set[Node] = set()  # roots over cleared subtrees that leases still hold
+        self.prefix_pins: dict[bytes, PrefixPin] = {}  # by last key, which names the whole prefix
+        self.pinned_keys: Counter[bytes] = Counter()  # how many pins each key is in, stored or not
+        self.wanted: dict[bytes, list[PrefixPin]] = {}  # by the key of the next block that they wait for
         self.on_disk = False
         self.cold_blocks = 0  # visible or leased blocks that are on disk only
         self.writing: set[tuple[int, int]] = set()  # (row, part) on their way to disk

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prefixcache.core import events
+from prefixcache.core import pin_messages as m
 from prefixcache.core.acquiring import Acquiring
 from prefixcache.core.checks import Checks
 from prefixcache.core.clearing import Clearing
@@ -22,6 +23,9 @@ from prefixcache.core.granting import Granting
 from prefixcache.core.landing import Lander
 from prefixcache.core.leases import Lease
 from prefixcache.core.loading import Loader
+from prefixcache.core.pinning import Pinning
+from prefixcache.core.pins import Term
+from prefixcache.core.prefetching import Prefetcher
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.recovering import Recoverer
 from prefixcache.core.removal import Remover
@@ -57,6 +61,8 @@ class Planner:
         self.filling = Filling(state, self.remover)
         self.sessions = Sessions(state, self.acquiring, self.filling)
         self.snapshots = Snapshots(state, self.sessions, self.remover)
+        self.pinning = self.clearing.pinning = Pinning(state, self.remover)
+        self.prefetcher = Prefetcher(state, self.acquiring.touch)
         self.demoter: Demoter | None = None
         self.loader: Loader | None = None
         self.lander: Lander | None = None
@@ -70,6 +76,8 @@ class Planner:
         self.demoter = self.acquiring.demoter = Demoter(self.state, self.remover, spec)
         self.loader = self.acquiring.loader = Loader(self.state, self.remover, room, spec)
         self.lander = Lander(self.state, self.remover, self.loader)
+        self.prefetcher.loader, self.pinning.prefetcher = self.loader, self.prefetcher
+        self.pinning.demoter = self.demoter
         self.freer = Freer(self.state, self.remover, spec)
         self.recoverer = self.clearing.recoverer = Recoverer(self.state, self.remover)
 
@@ -92,6 +100,8 @@ class Planner:
             state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.EVENT_UNKNOWN, text)
         else:
             handler(event, now, out)
+            if state.appeared:
+                self.pinning.settle()
         return out
 
     def _end_due(self, now: float, out: list[Command]) -> None:
@@ -100,6 +110,8 @@ class Planner:
                 self.acquiring.end_unreleased(thing, Miss.LEASE_EXPIRED, out)
             elif isinstance(thing, Reservation):
                 self.filling.run_out(thing, out, expired=True)
+            elif isinstance(thing, Term):
+                self.pinning.run_out(thing, out)
 
     def _wire(self) -> dict[type, Handler]:
         sessions, acquiring, filling, clearing = self.sessions, self.acquiring, self.filling, self.clearing
@@ -116,6 +128,9 @@ class Planner:
             events.ProcessExited: lambda event, now, out: sessions.exit(event, out),
             events.NamespaceOpened: lambda event, now, out: sessions.open_namespace(event, out),
             events.ClearRequested: lambda event, now, out: clearing.clear(event, out),
+            m.PinRequested: self.pinning.pin,
+            m.UnpinRequested: lambda event, now, out: self.pinning.unpin(event, out),
+            m.PrefetchRequested: self.prefetcher.request,
             events.PartFailedVerification: lambda event, now, out: clearing.part_failed(event, out),
             events.CopyDone: lambda event, now, out: self._copy_done(event, out),
             events.ChecksumDone: lambda event, now, out: self._checksum_done(event),
@@ -157,6 +172,7 @@ class Planner:
         if self.demoter is not None and self.freer is not None and self.loader is not None:
             self.freer.make_room(out)
             self.demoter.refill(now, out)
+            self.pinning.tend(now, out)
             if not self.loader.loads:
                 self.demoter.write_early(now, out)
 

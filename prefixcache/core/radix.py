@@ -57,7 +57,7 @@ class Node:
 
     __slots__ = (
         "children", "clean", "cold", "edge", "first_row", "held", "number", "owner", "parent", "pins", "rank", "rows",
-        "space", "start", "state", "tick",
+        "space", "start", "state", "tick", "uses",
     )  # fmt: skip
 
     def __init__(self, space: Namespace | None, parent: Node | None, start: int, edge: bytes, rows: bytes) -> None:
@@ -74,6 +74,7 @@ class Node:
         self.cold = False
         self.held = 0
         self.clean = 0  # blocks off its tail that are on disk, while a policy has it (policy.tiered)
+        self.uses = 0  # leases that ended over the whole of it
         self.number = 0  # in the index of nodes by row, where there is one
 
     @property
@@ -216,6 +217,7 @@ class RadixTree:
             node.owner.nodes[upper] = node.owner.nodes[node]
             node.owner.nodes[node] += count
         upper.tick = node.tick
+        upper.uses = node.uses
         parent.children[upper.edge[:KEY_BYTES]] = upper
         node.hold(node.edge[at:], node.rows[count * ROW_BYTES :])
         node.start += count
@@ -249,6 +251,7 @@ class RadixTree:
             self.index.move(parent, node)
         node.hold(parent.edge + node.edge, parent.rows + node.rows)
         node.start = parent.start
+        node.uses = parent.uses
         node.parent = above
         above.children[node.edge[:KEY_BYTES]] = node
         if parent.pins:
@@ -336,6 +339,12 @@ def path_to(node: Node, depth: int) -> Path:
         above = above.parent
     nodes.reverse()
     return Path(nodes, depth)
+
+
+def node_at(path: Path, end: int) -> Node:
+    """The node in which the first `end` blocks (at least one) of a path end."""
+    last = path.nodes[-1]
+    return last if last.start < end else next(node for node in reversed(path.nodes) if node.start < end)
 
 
 def pin_path(node: Node, depth: int, holder: list[Pin]) -> None:

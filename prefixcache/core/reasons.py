@@ -55,6 +55,13 @@ class DiskDrop(StrEnum):
     CLEARED = "cleared"
 
 
+class PinEnd(StrEnum):
+    """Why a pin ended without being asked to."""
+
+    EXPIRED = "expired"
+    CLEARED = "cleared"
+
+
 class Kind(StrEnum):
     """Canonical gRPC status names, the only ones the core uses."""
 
@@ -95,6 +102,10 @@ class Refusal(StrEnum):
     COPY_UNKNOWN = "copy_unknown"
     CHECK_UNKNOWN = "check_unknown"
     STALE = "stale"  # the thing it speaks of has moved on since; harmless
+    PIN_UNKNOWN = "pin_unknown"
+    PIN_TAKEN = "pin_taken"
+    PIN_BUDGET = "pin_budget"
+    IN_USE = "in_use"  # blocks of it are leased or pinned
     SNAPSHOT_INVALID = "snapshot_invalid"
     SNAPSHOT_NOT_CLEAN = "snapshot_not_clean"
     EVENT_UNKNOWN = "event_unknown"

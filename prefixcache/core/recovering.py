@@ -214,6 +214,7 @@ class Recoverer:
         space.table.touched[rows] = 0
         for part in range(len(space.strides)):
             self._place(space, part, rows, blocks)
+        self.state.appear(node)
         self._announce(node, out)
         self.remover.join_like(space, node)
         return [int(row) for row in rows]

@@ -8,6 +8,7 @@ leaves for good, and what is on disk below it with it. Must not know: leases, se
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,6 +45,7 @@ class Remover:
     def __init__(self, state: State, mover: SlabMover) -> None:
         self.state = state
         self.mover = mover
+        self.shorten_pins: Callable[[Node], None] = lambda _: None  # told before a subtree goes
 
     def evict_tail(self, node: Node, count: int, out: list[Command]) -> None:
         """Takes the last `count` blocks of an unpinned stretch of a leaf out of memory; all in the same way
@@ -206,6 +208,7 @@ class Remover:
         above = node.parent
         assert space is not None
         assert above is not None
+        self.shorten_pins(node)
         space.tree.unlink(node)
         if node.state != VISIBLE:
             self._drop(node)

@@ -126,7 +126,7 @@ class Sessions:
         state = self.state
         busy = {reservation.space for reservation in state.reservations.values()}
         for space in state.namespaces.values():
-            if not space.table.used and space not in busy:
+            if not space.table.used and space not in busy and not space.prefix_pins:
                 del state.namespaces[space.number]
                 del state.by_fingerprint[space.fingerprint]
                 if all(other.policy is not space.policy for other in state.namespaces.values()):

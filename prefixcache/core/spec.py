@@ -105,6 +105,7 @@ class Limits:
     min_ttl_s: float = 0.001
     recent_ends: int = 4_096  # ended commits and leases whose outcome a retry can still learn
     max_bare_blocks: int = 1 << 20  # rows of one namespace without a full group: links need no slot
+    max_pins: int = 1_024
     max_parked: int = 1_024  # acquires waiting for a verification
 
 
@@ -143,6 +144,7 @@ class PlannerConfig:
     compare_classes_every: int = 64  # grants that had to evict between two looks at the other slot classes
     policy: str = DEFAULT_POLICY
     policy_seed: int = 0
+    pin_bytes: int = 0  # of slots that pinned blocks may take, together
     publish: bool = False
     checksum: bool = False
     disk: DiskSpec | None = None  # there is a disk tier

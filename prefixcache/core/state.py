@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from prefixcache.core.commands import Aborted, Change, Command, Committed, Published, Refused
 from prefixcache.core.deadlines import Deadlines
 from prefixcache.core.disk import Disk
-from prefixcache.core.ids import ID_BYTES, KEY_BYTES, LeaseId, NamespaceId, ReservationId, SessionId, Tier
+from prefixcache.core.ids import ID_BYTES, KEY_BYTES, LeaseId, NamespaceId, PinId, ReservationId, SessionId, Tier
 from prefixcache.core.leases import Lease
 from prefixcache.core.ledger import Stats
 from prefixcache.core.namespaces import Namespace
+from prefixcache.core.pins import PrefixPin
 from prefixcache.core.policy.base import Clock, EvictionPolicy
 from prefixcache.core.policy.registry import make_policy
 from prefixcache.core.policy.tiered import TieredLeaves
@@ -55,6 +56,9 @@ class State:
         self.by_fingerprint: dict[bytes, Namespace] = {}
         self.leases: dict[LeaseId, Lease] = {}
         self.reservations: dict[ReservationId, Reservation] = {}
+        self.prefix_pins: dict[PinId, PrefixPin] = {}
+        self.pinned_bytes = 0  # of the slots of all blocks that are pinned, stored or not, each once
+        self.appeared: list[tuple[Namespace, bytes]] = []  # first keys of what became visible, while a pin waits
         self.policies: dict[tuple[int, ...], EvictionPolicy] = {}
         self.disk = Disk()
         self.clock = Clock()
@@ -116,6 +120,11 @@ class State:
         self.expired_leases[lease] = None
         if len(self.expired_leases) > self.limits.recent_ends:
             self.expired_leases.popitem(last=False)
+
+    def appear(self, node: Node) -> None:
+        """A node became visible; pins that wait for it are told when the event is done."""
+        if node.space is not None and node.space.wanted:
+            self.appeared.append((node.space, node.edge[:KEY_BYTES]))
 
     def publish(self, change: Change, space: Namespace, keys: bytes, parent: bytes, first_block: int) -> Published:
         self.sequence += 1

@@ -10,20 +10,25 @@ from prefixcache.core.ids import KEY_BYTES
 from prefixcache.server import reasons
 from prefixcache.server.disk import flush
 from prefixcache.server.errors import CallError
+from prefixcache.server.pin_calls import PinCalls
 from prefixcache.server.service import Shell, expect
 from prefixcache.server.stats import Statistics
 from prefixcache.v1 import admin_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
 
 _POLL_S = 0.02
+_KEPT_S = 2.0  # longest an eviction waits until the pins that it ended are gone from disk
+_FEW_PREFIXES = 20
+_MOST_PREFIXES = 1000
 
 
 class AdminCalls:
     """AdminService. `stop` ends the server (Drain with `shutdown`)."""
 
-    def __init__(self, shell: Shell, statistics: Statistics, stop: Callable[[], None]) -> None:
+    def __init__(self, shell: Shell, statistics: Statistics, pins: PinCalls, stop: Callable[[], None]) -> None:
         self._shell = shell
         self._statistics = statistics
+        self.pins = pins
         self._stop = stop
         self._disk = statistics.demoter
         self._ended = threading.Event()
@@ -35,8 +40,8 @@ class AdminCalls:
             raise CallError(common.REASON_BAD_ARGUMENT, "keys need the fingerprint of their namespace")
         if len(request.keys) % KEY_BYTES:
             raise CallError(common.REASON_BAD_KEYS, f"keys must be a multiple of {KEY_BYTES} bytes")
-        event = e.ClearRequested(number, request.keys or None)
-        cleared: c.Cleared = expect(self._shell.owner.call(event), c.Cleared)
+        event = e.ClearRequested(number, request.keys or None, request.own_tail, request.gently)
+        cleared: c.Cleared = self.pins.kept_after(lambda: expect(self._shell.owner.call(event), c.Cleared), _KEPT_S)
         self._shell.clear_lasts()
         return pb.EvictResponse(blocks=cleared.blocks - cleared.leased_blocks, kept=cleared.leased_blocks)
 
@@ -67,6 +72,14 @@ class AdminCalls:
             raise CallError(common.REASON_TIER_OFF, "this server has no disk tier; start it with --disk DIR")
         timeout_s = self._shell.config.drain_timeout
         return pb.FlushResponse(blocks=flush(self._shell.owner, store, timeout_s, self._ended))
+
+    def list_prefixes(self, _: None, request: pb.ListPrefixesRequest) -> pb.ListPrefixesResponse:
+        """Which prefixes are worth most."""
+        only = self._number(request.fingerprint) if request.fingerprint else None
+        largest = request.order == pb.PREFIX_ORDER_LARGEST
+        limit = min(request.limit or _FEW_PREFIXES, _MOST_PREFIXES)
+        with self._shell.owner.lock:
+            return self._statistics.list_prefixes(only, range(request.offset, request.offset + limit), largest=largest)
 
     def get_stats(self, _: None, __: pb.GetStatsRequest) -> pb.GetStatsResponse:
         """Everything of this moment."""

@@ -23,7 +23,7 @@ from prefixcache.core.leases import known_digest
 from prefixcache.core.planner import Planner
 from prefixcache.core.spec import Limits, PlannerConfig, PoolSpec
 from prefixcache.server import http, logs, signals, units, wiring
-from prefixcache.server.admin_calls import drain
+from prefixcache.server.admin_calls import AdminCalls, drain
 from prefixcache.server.config import DEFAULT_HTTP, Config, ConfigError, Loaded
 from prefixcache.server.disk import DiskStore, flush
 from prefixcache.server.dispatch import CallCounters
@@ -35,6 +35,8 @@ from prefixcache.server.local_channel import ChannelLimits, LocalChannel
 from prefixcache.server.loop import Owner, Timer
 from prefixcache.server.memory import HostMemory
 from prefixcache.server.metrics import Metrics
+from prefixcache.server.pin_calls import PinCalls
+from prefixcache.server.pinbook import PinBook
 from prefixcache.server.service import Shell
 from prefixcache.server.sockets import OnlyOwner, SocketPlace
 from prefixcache.server.stats import Statistics
@@ -100,6 +102,10 @@ class Daemon:
         self.statistics = Statistics(self.shell, self.planner, self.memory, self.health, self.counters)
         self.statistics.backlog = lambda: self.executor.backlog
         self.statistics.disk = self.disk.report if self.disk is not None else None
+        self.pins = PinBook(self.shell, self.planner, self.disk.usable_folder if self.disk is not None else None)
+        self.admin = AdminCalls(
+            self.shell, self.statistics, PinCalls(self.shell, self.planner, self.pins), self.stopping.set
+        )
         self.metrics = Metrics(self.statistics, self.counters)
         self.grpc = GrpcServer(config.grpc_threads + config.max_streams, config.max_message_bytes)
         self.timer = Timer(self.owner, self.heartbeats.register("planner", _BEAT_LIMIT_S))
@@ -157,12 +163,13 @@ class Daemon:
         if is_warm and not self.executor.finish(0 if self.hurry.is_set() else _CHECKSUM_S):
             log.warning("blocks without a checksum are not kept", extra={"facts": {"orders": self.executor.backlog}})
         self.executor.stop()
+        self.pins.close()
         if self._local is not None:
             self._local.dispose()  # only now: the executor's last answers were posted to it
         if self._http is not None:
             self._http.stop()
         if is_warm:
-            take_snapshot(self.owner, self.memory)
+            take_snapshot(self.owner, self.memory, self.pins.entries())
 
     def _open_disk(self) -> DiskStore | None:
         """The disk tier, if one is configured. Raises ConfigError where its directory can never be used."""
@@ -186,11 +193,14 @@ class Daemon:
         config = self.config
         self.executor.start(self.owner.call)
         if config.warm_restart:
-            restore(self.owner, self.memory)
+            pinned = restore(self.owner, self.memory)
             for space in self.planner.state.namespaces.values():
                 self.shell.add_namespace(space.number, space.fingerprint, space.spec, "")
+            self.pins.restore(pinned)
+        self.pins.start()
         self.memory.start(self._capacity_ready)
         if self.disk is not None:
+            self.disk.namespaces_known = self.pins.read
             self.disk.start(self.shell)
         self._start_local()  # before gRPC: a worker that finds that alone takes the slow way for as long as it lives
         self._start_grpc()
@@ -203,7 +213,7 @@ class Daemon:
 
     def _start_grpc(self) -> None:
         server = self.grpc
-        wiring.add_services(server, self.shell, self.statistics, self.counters, self.stopping.set)
+        wiring.add_services(server, self.shell, self.counters, self.admin)
         self._grpc_health.register(server.server)
         server.add_reflection("grpc.health.v1.Health")
         with OnlyOwner():
@@ -219,7 +229,7 @@ class Daemon:
 
     def _start_local(self) -> None:
         limits = ChannelLimits(self.config.max_message_bytes, self.config.max_sessions, self.config.any_user)
-        backend = wiring.local_backend(self.shell, self.counters)
+        backend = wiring.local_backend(self.shell, self.counters, self.admin.pins)
         beat = self.heartbeats.register("local channel", _BEAT_LIMIT_S)
         self._local = LocalChannel(self.place.listen_local(), backend, self.counters, beat, limits)
         self._local_thread = threading.Thread(target=self._local.run, name="prefixcache-local", daemon=True)
@@ -310,6 +320,7 @@ def _planner_config(config: Config, memory: HostMemory, disk: DiskStore | None) 
         checksum=config.checksums,
         disk=disk.spec() if disk is not None else None,
         policy=config.policy,
+        pin_bytes=config.pin_budget,
         policy_seed=secrets.randbits(_GENERATION_BITS),
         limits=Limits(
             max_sessions=config.max_sessions,

@@ -76,6 +76,8 @@ class Config:
         "auto", "form of blocks on disk: raw, lossless (smaller, bit exact), or auto: lossless where loads get faster"
     )
     policy: str = _text(DEFAULT_POLICY, f"which cached block goes first: {', '.join(POLICIES)}")
+    pin_bytes: int = _size(0, "bytes that pinned blocks may take; 0: a quarter of the pool, half of a smaller disk")
+    pin_ttl: float = _time(86_400.0, "how long a pin holds that asks for no time")
     session_ttl: float = _time(30.0, "time to live of a gRPC session without a sign of life")
     session_ttl_max: float = _time(3600.0, "longest time to live a session may ask for")
     lease_ttl: float = _time(30.0, "time to live of a lease that asks for none")
@@ -100,6 +102,12 @@ class Config:
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @property
+    def pin_budget(self) -> int:
+        """Bytes that pinned blocks may take: as configured, else so much that stores and the disk hardly feel it."""
+        share = self.host_bytes // 4
+        return self.pin_bytes or (min(share, self.disk_bytes // 2) if self.disk else share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +238,7 @@ def _check(config: Config) -> None:
                 raise ConfigError(f"{key}: {error}") from error
     if config.max_message_bytes < _LEAST_MESSAGE_BYTES:
         raise ConfigError(f"max_message_bytes must be at least {units.format_size(_LEAST_MESSAGE_BYTES)}")
+    _check_pins(config)
     _one_of("disk_codec", config.disk_codec, ("auto", "raw", "lossless"))
     _one_of("policy", config.policy, POLICIES)
     _one_of("log_format", config.log_format, ("human", "json"))
@@ -237,6 +246,16 @@ def _check(config: Config) -> None:
     _check_socket(config.socket)
     if config.warm_restart and not config.checksums:
         raise ConfigError("warm_restart needs checksums: what cannot be verified is not kept")
+
+
+def _check_pins(config: Config) -> None:
+    """Pins must leave room for everything else, or nothing could be stored any more."""
+    most = config.host_bytes * 9 // 10
+    if config.pin_bytes > most:
+        raise ConfigError(f"pin_bytes must leave a tenth of host_bytes free: {units.format_size(most)} at most")
+    if config.disk and config.pin_bytes > config.disk_bytes // 2:
+        most = config.disk_bytes // 2
+        raise ConfigError(f"pin_bytes must fit half of disk_bytes: {units.format_size(most)} at most")
 
 
 def _check_socket(path: str) -> None:
@@ -248,8 +267,8 @@ def _check_socket(path: str) -> None:
 
 _MAY_BE_ZERO: Final = frozenset(
     {
-        "host_slab_bytes", "disk_segment_bytes", "disk_early_bytes", "disk_flush_timeout", "host_writable", "any_user",
-        "warm_restart", "checksums",
+        "host_slab_bytes", "pin_bytes", "disk_segment_bytes", "disk_early_bytes", "disk_flush_timeout", "host_writable",
+        "any_user", "warm_restart", "checksums",
     }
 )  # fmt: skip
 _LEAST_MESSAGE_BYTES: Final = 64 << 10

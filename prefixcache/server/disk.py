@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -88,6 +89,7 @@ class DiskStore:
         self._revoking = 0  # tombstones ordered and not written yet
         self._revoked_one = threading.Condition()
         self._shell: Shell | None = None
+        self.namespaces_known: Callable[[], None] = lambda: None  # told before anything that is there
         self.tier: DiskTier | None = None
         self.report = DiskReport()
         self._open()
@@ -119,6 +121,10 @@ class DiskStore:
     def spec(self) -> DiskSpec:
         """What the planner has to know of it."""
         return DiskSpec(self.options.new_segment_bytes, early_bytes_per_day=self._early_bytes)
+
+    def usable_folder(self) -> Path | None:
+        """The data directory, once it is ours."""
+        return Path(self._path) if self.tier is not None else None
 
     def wait_revoked(self, timeout_s: float = _REVOKE_S) -> bool:
         """Wait until every clear so far would survive kill -9. False: the disk was not that fast."""
@@ -154,6 +160,7 @@ class DiskStore:
                 self.report.off(str(error))
                 return
         self._open_namespaces(self.tier)
+        self.namespaces_known()
         self._send(e.DiskChanged(reads_on=True, writes_on=True))
         for told in self.tier.recovery:
             if self._stopping.is_set():

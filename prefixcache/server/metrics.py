@@ -15,7 +15,9 @@ from prefixcache.server.stats import Statistics
 from prefixcache.v1 import admin_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
 
-_GAUGES = frozenset({"disk_write_amplification_permille", "slots_quarantined", "sessions_open", "background_orders"})
+_GAUGES = frozenset(
+    {"disk_write_amplification_permille", "slots_quarantined", "sessions_open", "background_orders", "pins"}
+)
 _TIERS = ("gpu", "host", "disk", "peer")
 
 
@@ -50,6 +52,8 @@ class Metrics(Collector):
             elif not counter.label:
                 yield CounterMetricFamily(f"prefixcache_{counter.name}", f"{counter.name} since start", counter.value)
         yield _labelled(stats.counters, "blocks_skipped", ["reason"])
+        yield _labelled(stats.counters, "prefetch_stops", ["reason"])
+        yield _labelled(stats.counters, "pins_ended", ["reason"])
         yield _labelled(stats.counters, "refused_calls", ["method", "reason"])
         if any(tier.tier == common.TIER_DISK for tier in stats.tiers):
             yield _labelled(stats.counters, "disk_drops", ["reason"])
@@ -92,7 +96,7 @@ def _tiers(tiers: Iterable[pb.TierStats]) -> Iterator[Metric]:
     works = GaugeMetricFamily("prefixcache_tier_on", "1 while the tier works as it should", labels=["tier"])
     for tier in tiers:
         name = common.Tier.Name(tier.tier).removeprefix("TIER_").lower()
-        for kind in ("capacity", "ready", "used", "filling", "quarantined", "leased"):
+        for kind in ("capacity", "ready", "used", "filling", "quarantined", "leased", "pinned"):
             by_kind.add_metric([name, kind], getattr(tier, f"{kind}_bytes"))
         blocks.add_metric([name], tier.blocks)
         evicted.add_metric([name], tier.evicted_blocks)

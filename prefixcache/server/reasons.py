@@ -35,6 +35,8 @@ STOP: Final[Mapping[Miss | None, pb.Reason.ValueType]] = {
     **{miss: MISS[miss] for miss in Miss if miss is not Miss.BEYOND_LIMIT},
     Miss.BEYOND_LIMIT: pb.REASON_UNSPECIFIED,
 }
+# As the reason why not all comes that was to be prefetched.
+PREFETCH_STOP: Final[Mapping[Miss | None, pb.Reason.ValueType]] = {**STOP, Miss.BEYOND_LIMIT: pb.REASON_LIMIT}
 SKIP: Final[Mapping[Skip, pb.Reason.ValueType]] = {
     Skip.ALREADY_STORED: pb.REASON_ALREADY_STORED,
     Skip.BEING_WRITTEN: pb.REASON_BEING_WRITTEN,
@@ -66,6 +68,10 @@ REFUSAL: Final[Mapping[Refusal, pb.Reason.ValueType]] = {
     Refusal.RESERVATION_TAKEN: pb.REASON_ID_IN_USE,
     Refusal.FOREIGN_SESSION: pb.REASON_NOT_YOURS,
     Refusal.TOO_MANY: pb.REASON_LIMIT,
+    Refusal.PIN_UNKNOWN: pb.REASON_PIN_UNKNOWN,
+    Refusal.PIN_TAKEN: pb.REASON_ID_IN_USE,
+    Refusal.PIN_BUDGET: pb.REASON_PIN_BUDGET,
+    Refusal.IN_USE: pb.REASON_IN_USE,
 }
 # What a worker may say when it releases a lease it did not use up.
 UNUSED: Final[Mapping[int, Miss]] = {

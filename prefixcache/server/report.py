@@ -71,6 +71,8 @@ def _tier(tier: admin_pb2.TierStats) -> dict[str, Any]:
         "filling_bytes": tier.filling_bytes,
         "leased_bytes": tier.leased_bytes,
         "quarantined_bytes": tier.quarantined_bytes,
+        "pinned_bytes": tier.pinned_bytes,
+        "pin_budget_bytes": tier.pin_budget_bytes,
         "blocks": tier.blocks,
         "evicted_blocks": tier.evicted_blocks,
     }

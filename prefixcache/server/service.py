@@ -57,6 +57,7 @@ class Shell:
     draining: bool = False
     is_growing: Callable[[], bool] = lambda: False
     blocks_of: Callable[[int], int] = lambda _: 0
+    namespace_opened: Callable[[bytes], object] = lambda _: None  # told of a new one's fingerprint, under the lock
     clear_lasts: Callable[[], object] = lambda: None  # waits until a clear would survive a crash
     digest_of: Callable[[bytes, int, int, int], bytes] = lambda *_: b""
 
@@ -88,6 +89,7 @@ class Shell:
             namespace = Namespace(number, fingerprint, label, spec, sizes, layouts.head_bytes(spec), value_bytes)
             self.namespaces[number] = self.by_fingerprint[fingerprint] = namespace
             self.next_namespace = max(self.next_namespace, number + 1)
+            self.namespace_opened(fingerprint)
 
     def forget_namespace(self, number: int) -> None:
         """The planner forgot an empty namespace to make room; a worker that still uses its id is told to open it."""

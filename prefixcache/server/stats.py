@@ -3,24 +3,27 @@
 Counts are read inside the owner's lock, so the closed sum closes in every answer. No keys, no tokens' values.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
 from prefixcache.core.demoting import Demoter
-from prefixcache.core.ids import HOST_POOL, SLOT_GRANULE
+from prefixcache.core.ids import HOST_POOL, KEY_BYTES, SLOT_GRANULE
 from prefixcache.core.ledger import Stats, TokenLedger
 from prefixcache.core.planner import Planner
-from prefixcache.core.reasons import Miss
-from prefixcache.server import reasons
+from prefixcache.core.reasons import Miss, Skip
+from prefixcache.server import prefixes, reasons
 from prefixcache.server.describing import TickTimes, describe_blocks
 from prefixcache.server.disk_report import DiskReport
 from prefixcache.server.dispatch import CallCounters
+from prefixcache.server.errors import reason_name
 from prefixcache.server.health import Health
 from prefixcache.server.memory import HostMemory
 from prefixcache.server.service import Shell
 from prefixcache.v1 import admin_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
 
+_SHORT_KEY: Final = 8  # bytes of a key that are shown: enough to tell prefixes apart, too few to guess prompts
 _MOST_SESSIONS: Final = 1000  # shown; all are counted
 
 
@@ -65,6 +68,7 @@ class Statistics:
                 response.counters.extend(self.disk.counters(stats))
             response.namespaces.extend(self._namespaces())
             response.counters.extend(_core_counters(stats))
+            response.counters.append(pb.Counter(name="pins", value=len(self._planner.state.prefix_pins)))
         response.sessions.extend(self._sessions())
         response.counters.extend(self._shell_counters())
         return response
@@ -87,6 +91,36 @@ class Statistics:
 
         return list(describe_blocks(self._planner, namespace, keys, idle_of))
 
+    def list_prefixes(self, only: int | None, page: range, *, largest: bool) -> pb.ListPrefixesResponse:
+        """A page of the hottest or largest prefixes. Call it with the owner's lock held."""
+        spaces = self._planner.state.namespaces
+        chosen = spaces.values() if only is None else [spaces[only]]
+        found, truncated = prefixes.find(self._planner, chosen, largest=largest)
+        return pb.ListPrefixesResponse(
+            prefixes=[self._prefix(each) for each in found[page.start : page.stop]],
+            next_offset=page.stop if page.stop < len(found) else 0,
+            truncated=truncated,
+        )
+
+    def _prefix(self, found: prefixes.Found) -> pb.PrefixDescription:
+        space, node = found.space, found.node
+        host, disk = found.tier_tokens()
+        now = self._shell.owner.clock()
+        known = self._shell.by_fingerprint.get(space.fingerprint)
+        return pb.PrefixDescription(
+            fingerprint=space.fingerprint,
+            short_key=node.edge[-KEY_BYTES:][:_SHORT_KEY].hex(),
+            tokens=found.tokens,
+            hit_tokens=found.hit_tokens,
+            label=known.label if known is not None else "",
+            hits=node.uses,
+            blocks=node.end,
+            size_bytes=found.size_bytes,
+            tiers=common.TierTokens(host=host, disk=disk),
+            idle_s=max(now - (self._tick_times.time_of(space.tail_tick(node)) or now), 0.0),
+            pins=found.pins(),
+        )
+
     def _host_tier(self, stats: Stats) -> pb.TierStats:
         state = self._planner.state
         pool = state.pools[HOST_POOL]
@@ -106,6 +140,8 @@ class Statistics:
             filling_bytes=filling,
             quarantined_bytes=quarantined,
             leased_bytes=self._leased_bytes(),
+            pinned_bytes=state.pinned_bytes,
+            pin_budget_bytes=state.config.pin_bytes,
             blocks=sum(space.table.used - space.cold_blocks for space in state.namespaces.values()),
             evicted_blocks=stats.blocks_evicted,
             state=on,
@@ -175,8 +211,16 @@ def _token_sums(ledger: TokenLedger) -> pb.TokenSums:
 def _core_counters(stats: Stats) -> Iterable[pb.Counter]:
     for name in (
         "acquires", "lookups", "blocks_stored", "blocks_evicted", "blocks_cleared", "parts_failed_verification",
-        "leases_expired", "reservations_expired", "slots_quarantined", "slots_moved",
+        "leases_expired", "reservations_expired", "slots_quarantined", "slots_moved", "prefetches", "blocks_prefetched",
     ):  # fmt: skip
         yield pb.Counter(name=name, value=getattr(stats, name))
+    # The contract's words, which are those that clients count by.
+    skipped = Counter[int]()
     for skip, count in stats.blocks_skipped.items():
-        yield pb.Counter(name="blocks_skipped", label=str(skip), value=count)
+        skipped[reasons.SKIP[Skip(skip)]] += count
+    stopped = {reasons.PREFETCH_STOP[stop]: count for stop, count in stats.prefetch_stops.items()}
+    for name, counts in (("blocks_skipped", skipped), ("prefetch_stops", stopped)):
+        for reason, count in sorted(counts.items()):
+            yield pb.Counter(name=name, label=reason_name(reason), value=count)
+    for end, count in stats.pins_ended.items():
+        yield pb.Counter(name="pins_ended", label=str(end), value=count)

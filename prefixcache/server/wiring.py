@@ -11,10 +11,10 @@ from prefixcache.server.dispatch import CallCounters, local_call, parse
 from prefixcache.server.errors import CallError
 from prefixcache.server.grpc_server import ADMIN_SERVICE, CACHE_SERVICE, GrpcCalls, GrpcServer
 from prefixcache.server.local_channel import Backend
+from prefixcache.server.pin_calls import PinCalls
 from prefixcache.server.processes import Process
 from prefixcache.server.service import Method, SessionCalls, Shell, pool_message
 from prefixcache.server.sessions import Session
-from prefixcache.server.stats import Statistics
 from prefixcache.server.streams import StreamCalls
 from prefixcache.v1 import admin_pb2, cache_pb2, local_pb2
 from prefixcache.v1 import common_pb2 as pb
@@ -65,9 +65,7 @@ def session_methods(shell: Shell, sessions: SessionCalls) -> dict[str, Method]:
     return methods
 
 
-def add_services(
-    server: GrpcServer, shell: Shell, statistics: Statistics, counters: CallCounters, stop: Callable[[], None]
-) -> None:
+def add_services(server: GrpcServer, shell: Shell, counters: CallCounters, admin: AdminCalls) -> None:
     """Everything that gRPC answers."""
     grpc_calls = GrpcCalls(shell, counters)
     sessions, streams = SessionCalls(shell), StreamCalls(shell)
@@ -81,7 +79,7 @@ def add_services(
         handlers[name] = grpc_calls.server_stream(Method(name, _request(cache_pb2, name), answer))
     handlers["WriteBlocks"] = grpc_calls.write_blocks(streams)
     server.add(CACHE_SERVICE, handlers)
-    server.add(ADMIN_SERVICE, _admin_handlers(grpc_calls, AdminCalls(shell, statistics, stop)))
+    server.add(ADMIN_SERVICE, _admin_handlers(grpc_calls, admin))
 
 
 def _admin_handlers(grpc_calls: GrpcCalls, admin: AdminCalls) -> dict[str, Any]:
@@ -91,9 +89,12 @@ def _admin_handlers(grpc_calls: GrpcCalls, admin: AdminCalls) -> dict[str, Any]:
         "GetStats": admin.get_stats,
         "Drain": admin.drain,
         "Flush": admin.flush,
+        "Pin": admin.pins.pin,
+        "Unpin": admin.pins.unpin,
+        "ListPins": admin.pins.list_pins,
+        "Prefetch": admin.pins.prefetch,
+        "ListPrefixes": admin.list_prefixes,
     }
-    for name in ("Pin", "Unpin", "Prefetch", "ListPrefixes"):
-        answers[name] = unimplemented(name)
     handlers = {
         name: grpc_calls.unary(Method(name, _request(admin_pb2, name), answer, needs_session=False))
         for name, answer in answers.items()
@@ -102,11 +103,14 @@ def _admin_handlers(grpc_calls: GrpcCalls, admin: AdminCalls) -> dict[str, Any]:
     return handlers | {"WatchEvents": grpc_calls.server_stream(watch)}
 
 
-def local_backend(shell: Shell, counters: CallCounters) -> Backend:
+def local_backend(shell: Shell, counters: CallCounters, pins: PinCalls) -> Backend:
     """Everything that the local channel answers."""
     sessions, streams = SessionCalls(shell), StreamCalls(shell)
     methods = session_methods(shell, sessions)
     methods["Arrivals"] = Method("Arrivals", _request(cache_pb2, "Arrivals"), streams.subscribe)
+    answers: Answers = {"Pin": pins.pin, "Unpin": pins.unpin, "Prefetch": pins.prefetch}
+    for name, answer in answers.items():
+        methods[name] = Method(name, _request(admin_pb2, name), answer, needs_session=False)
     calls = {}
     for name, method in methods.items():
         number = local_pb2.Method.Value("METHOD_" + _upper_snake(name))

@@ -20,6 +20,30 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _PrefixOrder:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PrefixOrderEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PrefixOrder.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    PREFIX_ORDER_UNSPECIFIED: _PrefixOrder.ValueType  # 0
+    """Not set; read as PREFIX_ORDER_HOTTEST."""
+    PREFIX_ORDER_HOTTEST: _PrefixOrder.ValueType  # 1
+    """Most tokens served."""
+    PREFIX_ORDER_LARGEST: _PrefixOrder.ValueType  # 2
+    """Most bytes."""
+
+class PrefixOrder(_PrefixOrder, metaclass=_PrefixOrderEnumTypeWrapper):
+    """What a list of prefixes begins with."""
+
+PREFIX_ORDER_UNSPECIFIED: PrefixOrder.ValueType  # 0
+"""Not set; read as PREFIX_ORDER_HOTTEST."""
+PREFIX_ORDER_HOTTEST: PrefixOrder.ValueType  # 1
+"""Most tokens served."""
+PREFIX_ORDER_LARGEST: PrefixOrder.ValueType  # 2
+"""Most bytes."""
+global___PrefixOrder = PrefixOrder
+
 class _EventKind:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -58,6 +82,8 @@ class PinRequest(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     LABEL_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
+    FOREVER_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
     fingerprint: builtins.bytes
     """Fingerprint of the namespace."""
     keys: builtins.bytes
@@ -66,6 +92,10 @@ class PinRequest(google.protobuf.message.Message):
     """For people, e.g. "system prompt v3"."""
     ttl_ms: builtins.int
     """Time until the pin ends by itself; 0 takes the server's default."""
+    forever: builtins.bool
+    """Whether the pin holds until it is ended or cleared; `ttl_ms` must be 0 then."""
+    session: builtins.bytes
+    """The session; not needed."""
     def __init__(
         self,
         *,
@@ -73,8 +103,10 @@ class PinRequest(google.protobuf.message.Message):
         keys: builtins.bytes = ...,
         label: builtins.str = ...,
         ttl_ms: builtins.int = ...,
+        forever: builtins.bool = ...,
+        session: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "keys", b"keys", "label", b"label", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "forever", b"forever", "keys", b"keys", "label", b"label", "session", b"session", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 global___PinRequest = PinRequest
 
@@ -86,19 +118,125 @@ class PinResponse(google.protobuf.message.Message):
 
     PIN_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
+    WANTED_TOKENS_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    TTL_MS_FIELD_NUMBER: builtins.int
     pin: builtins.bytes
     """Id for Unpin."""
     tokens: builtins.int
     """Tokens pinned, of those asked for."""
+    wanted_tokens: builtins.int
+    """Tokens asked for, whole blocks only; those not pinned yet will be when they are stored."""
+    size_bytes: builtins.int
+    """Bytes that all of them take, also where other pins hold them as well."""
+    ttl_ms: builtins.int
+    """Time until it ends by itself; 0 for one that holds for ever."""
     def __init__(
         self,
         *,
         pin: builtins.bytes = ...,
         tokens: builtins.int = ...,
+        wanted_tokens: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+        ttl_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["pin", b"pin", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pin", b"pin", "size_bytes", b"size_bytes", "tokens", b"tokens", "ttl_ms", b"ttl_ms", "wanted_tokens", b"wanted_tokens"]) -> None: ...
 
 global___PinResponse = PinResponse
+
+@typing.final
+class ListPinsRequest(google.protobuf.message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ListPinsRequest = ListPinsRequest
+
+@typing.final
+class PinDescription(google.protobuf.message.Message):
+    """One pin."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PIN_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    WANTED_TOKENS_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    TTL_MS_FIELD_NUMBER: builtins.int
+    HOST_TOKENS_FIELD_NUMBER: builtins.int
+    DISK_TOKENS_FIELD_NUMBER: builtins.int
+    SHORT_KEY_FIELD_NUMBER: builtins.int
+    pin: builtins.bytes
+    """Id for Unpin."""
+    fingerprint: builtins.bytes
+    """Fingerprint of the namespace."""
+    label: builtins.str
+    """For people."""
+    tokens: builtins.int
+    """Tokens held."""
+    wanted_tokens: builtins.int
+    """Tokens asked for; the others are held as they are stored."""
+    size_bytes: builtins.int
+    """Bytes that all of them take, also where other pins hold them as well."""
+    ttl_ms: builtins.int
+    """Time until it ends by itself; 0 for one that holds for ever."""
+    host_tokens: builtins.int
+    """Tokens held that are in host memory."""
+    disk_tokens: builtins.int
+    """Tokens held that are on disk (many are in memory as well)."""
+    short_key: builtins.str
+    """First 8 bytes of its last block key, hexadecimal."""
+    def __init__(
+        self,
+        *,
+        pin: builtins.bytes = ...,
+        fingerprint: builtins.bytes = ...,
+        label: builtins.str = ...,
+        tokens: builtins.int = ...,
+        wanted_tokens: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+        ttl_ms: builtins.int = ...,
+        host_tokens: builtins.int = ...,
+        disk_tokens: builtins.int = ...,
+        short_key: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["disk_tokens", b"disk_tokens", "fingerprint", b"fingerprint", "host_tokens", b"host_tokens", "label", b"label", "pin", b"pin", "short_key", b"short_key", "size_bytes", b"size_bytes", "tokens", b"tokens", "ttl_ms", b"ttl_ms", "wanted_tokens", b"wanted_tokens"]) -> None: ...
+
+global___PinDescription = PinDescription
+
+@typing.final
+class ListPinsResponse(google.protobuf.message.Message):
+    """The pins."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PINS_FIELD_NUMBER: builtins.int
+    PINNED_BYTES_FIELD_NUMBER: builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    pinned_bytes: builtins.int
+    """Bytes of all pinned blocks, each once."""
+    budget_bytes: builtins.int
+    """Bytes that pins may take."""
+    @property
+    def pins(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PinDescription]:
+        """Oldest first."""
+
+    def __init__(
+        self,
+        *,
+        pins: collections.abc.Iterable[global___PinDescription] | None = ...,
+        pinned_bytes: builtins.int = ...,
+        budget_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "pinned_bytes", b"pinned_bytes", "pins", b"pins"]) -> None: ...
+
+global___ListPinsResponse = ListPinsResponse
 
 @typing.final
 class UnpinRequest(google.protobuf.message.Message):
@@ -107,14 +245,18 @@ class UnpinRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PIN_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
     pin: builtins.bytes
     """Id from Pin."""
+    session: builtins.bytes
+    """The session; not needed."""
     def __init__(
         self,
         *,
         pin: builtins.bytes = ...,
+        session: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["pin", b"pin"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pin", b"pin", "session", b"session"]) -> None: ...
 
 global___UnpinRequest = UnpinRequest
 
@@ -138,17 +280,25 @@ class PrefetchRequest(google.protobuf.message.Message):
 
     FINGERPRINT_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
     fingerprint: builtins.bytes
     """Fingerprint of the namespace."""
     keys: builtins.bytes
     """Block keys from block 0."""
+    namespace_id: builtins.int
+    """From OpenNamespace, instead of the fingerprint."""
+    session: builtins.bytes
+    """The session; not needed."""
     def __init__(
         self,
         *,
         fingerprint: builtins.bytes = ...,
         keys: builtins.bytes = ...,
+        namespace_id: builtins.int = ...,
+        session: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "keys", b"keys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "keys", b"keys", "namespace_id", b"namespace_id", "session", b"session"]) -> None: ...
 
 global___PrefetchRequest = PrefetchRequest
 
@@ -159,36 +309,52 @@ class PrefetchResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TOKENS_FIELD_NUMBER: builtins.int
+    READY_TOKENS_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
     tokens: builtins.int
     """Tokens that are coming."""
+    ready_tokens: builtins.int
+    """Tokens in memory already, from token 0."""
+    stop: prefixcache.v1.common_pb2.Reason.ValueType
+    """Why not all that is stored comes: TIER_OFF, POOL_FULL, LIMIT (enough is coming already)."""
     def __init__(
         self,
         *,
         tokens: builtins.int = ...,
+        ready_tokens: builtins.int = ...,
+        stop: prefixcache.v1.common_pb2.Reason.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ready_tokens", b"ready_tokens", "stop", b"stop", "tokens", b"tokens"]) -> None: ...
 
 global___PrefetchResponse = PrefetchResponse
 
 @typing.final
 class EvictRequest(google.protobuf.message.Message):
-    """What to drop. All fields empty means everything."""
+    """What to drop. Fingerprint and keys empty means everything."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FINGERPRINT_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
+    OWN_TAIL_FIELD_NUMBER: builtins.int
+    GENTLY_FIELD_NUMBER: builtins.int
     fingerprint: builtins.bytes
     """Fingerprint of the namespace, empty for all."""
     keys: builtins.bytes
     """Block keys from block 0 down to the block whose whole subtree goes; empty for all of the namespace."""
+    own_tail: builtins.bool
+    """Of these keys, from the end, only the blocks that no other stored prompt goes through."""
+    gently: builtins.bool
+    """Refuse (IN_USE) and change nothing where any of it is leased, pinned or being stored. Needs keys."""
     def __init__(
         self,
         *,
         fingerprint: builtins.bytes = ...,
         keys: builtins.bytes = ...,
+        own_tail: builtins.bool = ...,
+        gently: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "keys", b"keys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "gently", b"gently", "keys", b"keys", "own_tail", b"own_tail"]) -> None: ...
 
 global___EvictRequest = EvictRequest
 
@@ -318,14 +484,26 @@ class ListPrefixesRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LIMIT_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
     limit: builtins.int
     """At most this many; 0 takes 20."""
+    offset: builtins.int
+    """How many to leave out at the front: `next_offset` of the page before."""
+    fingerprint: builtins.bytes
+    """Fingerprint of the namespace, empty for all."""
+    order: global___PrefixOrder.ValueType
+    """What comes first."""
     def __init__(
         self,
         *,
         limit: builtins.int = ...,
+        offset: builtins.int = ...,
+        fingerprint: builtins.bytes = ...,
+        order: global___PrefixOrder.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["limit", b"limit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "limit", b"limit", "offset", b"offset", "order", b"order"]) -> None: ...
 
 global___ListPrefixesRequest = ListPrefixesRequest
 
@@ -339,6 +517,13 @@ class PrefixDescription(google.protobuf.message.Message):
     SHORT_KEY_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
     HIT_TOKENS_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
+    HITS_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    TIERS_FIELD_NUMBER: builtins.int
+    IDLE_S_FIELD_NUMBER: builtins.int
+    PINS_FIELD_NUMBER: builtins.int
     fingerprint: builtins.bytes
     """Fingerprint of the namespace."""
     short_key: builtins.str
@@ -347,6 +532,24 @@ class PrefixDescription(google.protobuf.message.Message):
     """Length in tokens."""
     hit_tokens: builtins.int
     """Tokens served from it."""
+    label: builtins.str
+    """Label of the namespace."""
+    hits: builtins.int
+    """Leases that ended over the whole of it, since it was stored (or the server started)."""
+    blocks: builtins.int
+    """Length in blocks."""
+    size_bytes: builtins.int
+    """Bytes of all its blocks, in one copy."""
+    idle_s: builtins.float
+    """Seconds since the last use of its last block."""
+    @property
+    def tiers(self) -> prefixcache.v1.common_pb2.TierTokens:
+        """Its tokens by the first tier that has them."""
+
+    @property
+    def pins(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Labels of the pins that hold the whole of it."""
+
     def __init__(
         self,
         *,
@@ -354,8 +557,16 @@ class PrefixDescription(google.protobuf.message.Message):
         short_key: builtins.str = ...,
         tokens: builtins.int = ...,
         hit_tokens: builtins.int = ...,
+        label: builtins.str = ...,
+        hits: builtins.int = ...,
+        blocks: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+        tiers: prefixcache.v1.common_pb2.TierTokens | None = ...,
+        idle_s: builtins.float = ...,
+        pins: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "hit_tokens", b"hit_tokens", "short_key", b"short_key", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["tiers", b"tiers"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "fingerprint", b"fingerprint", "hit_tokens", b"hit_tokens", "hits", b"hits", "idle_s", b"idle_s", "label", b"label", "pins", b"pins", "short_key", b"short_key", "size_bytes", b"size_bytes", "tiers", b"tiers", "tokens", b"tokens"]) -> None: ...
 
 global___PrefixDescription = PrefixDescription
 
@@ -366,16 +577,24 @@ class ListPrefixesResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PREFIXES_FIELD_NUMBER: builtins.int
+    NEXT_OFFSET_FIELD_NUMBER: builtins.int
+    TRUNCATED_FIELD_NUMBER: builtins.int
+    next_offset: builtins.int
+    """Offset of the next page; 0 when this was the last."""
+    truncated: builtins.bool
+    """Set when there were too many to look at: the rest is used less than all that was looked at."""
     @property
     def prefixes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PrefixDescription]:
-        """Most served first."""
+        """In the order asked for."""
 
     def __init__(
         self,
         *,
         prefixes: collections.abc.Iterable[global___PrefixDescription] | None = ...,
+        next_offset: builtins.int = ...,
+        truncated: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["prefixes", b"prefixes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["next_offset", b"next_offset", "prefixes", b"prefixes", "truncated", b"truncated"]) -> None: ...
 
 global___ListPrefixesResponse = ListPrefixesResponse
 
@@ -546,6 +765,8 @@ class TierStats(google.protobuf.message.Message):
     EVICTED_BLOCKS_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
+    PINNED_BYTES_FIELD_NUMBER: builtins.int
+    PIN_BUDGET_BYTES_FIELD_NUMBER: builtins.int
     tier: prefixcache.v1.common_pb2.Tier.ValueType
     """The tier."""
     capacity_bytes: builtins.int
@@ -568,6 +789,10 @@ class TierStats(google.protobuf.message.Message):
     """"on", "off" or "failing"."""
     detail: builtins.str
     """Why it is not on; else what is worth knowing of it, such as the form of blocks on disk and why."""
+    pinned_bytes: builtins.int
+    """Bytes of blocks that are pinned, stored or not yet (host only)."""
+    pin_budget_bytes: builtins.int
+    """Bytes that pins may take (host only)."""
     def __init__(
         self,
         *,
@@ -582,8 +807,10 @@ class TierStats(google.protobuf.message.Message):
         evicted_blocks: builtins.int = ...,
         state: builtins.str = ...,
         detail: builtins.str = ...,
+        pinned_bytes: builtins.int = ...,
+        pin_budget_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "detail", b"detail", "evicted_blocks", b"evicted_blocks", "filling_bytes", b"filling_bytes", "leased_bytes", b"leased_bytes", "quarantined_bytes", b"quarantined_bytes", "ready_bytes", b"ready_bytes", "state", b"state", "tier", b"tier", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "detail", b"detail", "evicted_blocks", b"evicted_blocks", "filling_bytes", b"filling_bytes", "leased_bytes", b"leased_bytes", "pin_budget_bytes", b"pin_budget_bytes", "pinned_bytes", b"pinned_bytes", "quarantined_bytes", b"quarantined_bytes", "ready_bytes", b"ready_bytes", "state", b"state", "tier", b"tier", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___TierStats = TierStats
 

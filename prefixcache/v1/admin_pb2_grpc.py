@@ -45,6 +45,11 @@ class AdminServiceStub(object):
                 request_serializer=prefixcache_dot_v1_dot_admin__pb2.UnpinRequest.SerializeToString,
                 response_deserializer=prefixcache_dot_v1_dot_admin__pb2.UnpinResponse.FromString,
                 _registered_method=True)
+        self.ListPins = channel.unary_unary(
+                '/prefixcache.v1.AdminService/ListPins',
+                request_serializer=prefixcache_dot_v1_dot_admin__pb2.ListPinsRequest.SerializeToString,
+                response_deserializer=prefixcache_dot_v1_dot_admin__pb2.ListPinsResponse.FromString,
+                _registered_method=True)
         self.Prefetch = channel.unary_unary(
                 '/prefixcache.v1.AdminService/Prefetch',
                 request_serializer=prefixcache_dot_v1_dot_admin__pb2.PrefetchRequest.SerializeToString,
@@ -92,7 +97,9 @@ class AdminServiceServicer(object):
     """
 
     def Pin(self, request, context):
-        """Keeps a prefix from being evicted, within a byte budget and for a time.
+        """Keeps a prefix in host memory, within a byte budget and for a time. What of it is not stored yet is kept as it is
+        stored. Granted whole or refused (PIN_BUDGET). The same prefix pinned again is the same pin with a new label and time.
+        Kept over a graceful warm restart, and with a disk tier over a crash.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,15 +112,23 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListPins(self, request, context):
+        """All pins, the oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Prefetch(self, request, context):
-        """Brings a prefix up to host memory ahead of need.
+        """Brings a prefix from disk to host memory ahead of need, without a lease and without a pin; never waits for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Drops blocks nobody has leased: one namespace, one prefix below a key, or all.
+        """Drops blocks: one namespace, one prefix below a key, or all. Leased ones go out of sight at once and leave with their
+        last lease; pins that reach there end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,6 +188,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Unpin,
                     request_deserializer=prefixcache_dot_v1_dot_admin__pb2.UnpinRequest.FromString,
                     response_serializer=prefixcache_dot_v1_dot_admin__pb2.UnpinResponse.SerializeToString,
+            ),
+            'ListPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPins,
+                    request_deserializer=prefixcache_dot_v1_dot_admin__pb2.ListPinsRequest.FromString,
+                    response_serializer=prefixcache_dot_v1_dot_admin__pb2.ListPinsResponse.SerializeToString,
             ),
             'Prefetch': grpc.unary_unary_rpc_method_handler(
                     servicer.Prefetch,
@@ -270,6 +290,33 @@ class AdminService(object):
             '/prefixcache.v1.AdminService/Unpin',
             prefixcache_dot_v1_dot_admin__pb2.UnpinRequest.SerializeToString,
             prefixcache_dot_v1_dot_admin__pb2.UnpinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixcache.v1.AdminService/ListPins',
+            prefixcache_dot_v1_dot_admin__pb2.ListPinsRequest.SerializeToString,
+            prefixcache_dot_v1_dot_admin__pb2.ListPinsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,7 +25,10 @@ class AdminServiceStub:
         prefixcache.v1.admin_pb2.PinRequest,
         prefixcache.v1.admin_pb2.PinResponse,
     ]
-    """Keeps a prefix from being evicted, within a byte budget and for a time."""
+    """Keeps a prefix in host memory, within a byte budget and for a time. What of it is not stored yet is kept as it is
+    stored. Granted whole or refused (PIN_BUDGET). The same prefix pinned again is the same pin with a new label and time.
+    Kept over a graceful warm restart, and with a disk tier over a crash.
+    """
 
     Unpin: grpc.UnaryUnaryMultiCallable[
         prefixcache.v1.admin_pb2.UnpinRequest,
@@ -33,17 +36,25 @@ class AdminServiceStub:
     ]
     """Ends a pin."""
 
+    ListPins: grpc.UnaryUnaryMultiCallable[
+        prefixcache.v1.admin_pb2.ListPinsRequest,
+        prefixcache.v1.admin_pb2.ListPinsResponse,
+    ]
+    """All pins, the oldest first."""
+
     Prefetch: grpc.UnaryUnaryMultiCallable[
         prefixcache.v1.admin_pb2.PrefetchRequest,
         prefixcache.v1.admin_pb2.PrefetchResponse,
     ]
-    """Brings a prefix up to host memory ahead of need."""
+    """Brings a prefix from disk to host memory ahead of need, without a lease and without a pin; never waits for it."""
 
     Evict: grpc.UnaryUnaryMultiCallable[
         prefixcache.v1.admin_pb2.EvictRequest,
         prefixcache.v1.admin_pb2.EvictResponse,
     ]
-    """Drops blocks nobody has leased: one namespace, one prefix below a key, or all."""
+    """Drops blocks: one namespace, one prefix below a key, or all. Leased ones go out of sight at once and leave with their
+    last lease; pins that reach there end.
+    """
 
     DescribePrefix: grpc.UnaryUnaryMultiCallable[
         prefixcache.v1.admin_pb2.DescribePrefixRequest,
@@ -88,7 +99,10 @@ class AdminServiceAsyncStub:
         prefixcache.v1.admin_pb2.PinRequest,
         prefixcache.v1.admin_pb2.PinResponse,
     ]
-    """Keeps a prefix from being evicted, within a byte budget and for a time."""
+    """Keeps a prefix in host memory, within a byte budget and for a time. What of it is not stored yet is kept as it is
+    stored. Granted whole or refused (PIN_BUDGET). The same prefix pinned again is the same pin with a new label and time.
+    Kept over a graceful warm restart, and with a disk tier over a crash.
+    """
 
     Unpin: grpc.aio.UnaryUnaryMultiCallable[
         prefixcache.v1.admin_pb2.UnpinRequest,
@@ -96,17 +110,25 @@ class AdminServiceAsyncStub:
     ]
     """Ends a pin."""
 
+    ListPins: grpc.aio.UnaryUnaryMultiCallable[
+        prefixcache.v1.admin_pb2.ListPinsRequest,
+        prefixcache.v1.admin_pb2.ListPinsResponse,
+    ]
+    """All pins, the oldest first."""
+
     Prefetch: grpc.aio.UnaryUnaryMultiCallable[
         prefixcache.v1.admin_pb2.PrefetchRequest,
         prefixcache.v1.admin_pb2.PrefetchResponse,
     ]
-    """Brings a prefix up to host memory ahead of need."""
+    """Brings a prefix from disk to host memory ahead of need, without a lease and without a pin; never waits for it."""
 
     Evict: grpc.aio.UnaryUnaryMultiCallable[
         prefixcache.v1.admin_pb2.EvictRequest,
         prefixcache.v1.admin_pb2.EvictResponse,
     ]
-    """Drops blocks nobody has leased: one namespace, one prefix below a key, or all."""
+    """Drops blocks: one namespace, one prefix below a key, or all. Leased ones go out of sight at once and leave with their
+    last lease; pins that reach there end.
+    """
 
     DescribePrefix: grpc.aio.UnaryUnaryMultiCallable[
         prefixcache.v1.admin_pb2.DescribePrefixRequest,
@@ -153,7 +175,10 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: prefixcache.v1.admin_pb2.PinRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixcache.v1.admin_pb2.PinResponse, collections.abc.Awaitable[prefixcache.v1.admin_pb2.PinResponse]]:
-        """Keeps a prefix from being evicted, within a byte budget and for a time."""
+        """Keeps a prefix in host memory, within a byte budget and for a time. What of it is not stored yet is kept as it is
+        stored. Granted whole or refused (PIN_BUDGET). The same prefix pinned again is the same pin with a new label and time.
+        Kept over a graceful warm restart, and with a disk tier over a crash.
+        """
 
     @abc.abstractmethod
     def Unpin(
@@ -164,12 +189,20 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         """Ends a pin."""
 
     @abc.abstractmethod
+    def ListPins(
+        self,
+        request: prefixcache.v1.admin_pb2.ListPinsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixcache.v1.admin_pb2.ListPinsResponse, collections.abc.Awaitable[prefixcache.v1.admin_pb2.ListPinsResponse]]:
+        """All pins, the oldest first."""
+
+    @abc.abstractmethod
     def Prefetch(
         self,
         request: prefixcache.v1.admin_pb2.PrefetchRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixcache.v1.admin_pb2.PrefetchResponse, collections.abc.Awaitable[prefixcache.v1.admin_pb2.PrefetchResponse]]:
-        """Brings a prefix up to host memory ahead of need."""
+        """Brings a prefix from disk to host memory ahead of need, without a lease and without a pin; never waits for it."""
 
     @abc.abstractmethod
     def Evict(
@@ -177,7 +210,9 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: prefixcache.v1.admin_pb2.EvictRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixcache.v1.admin_pb2.EvictResponse, collections.abc.Awaitable[prefixcache.v1.admin_pb2.EvictResponse]]:
-        """Drops blocks nobody has leased: one namespace, one prefix below a key, or all."""
+        """Drops blocks: one namespace, one prefix below a key, or all. Leased ones go out of sight at once and leave with their
+        last lease; pins that reach there end.
+        """
 
     @abc.abstractmethod
     def DescribePrefix(

@@ -143,6 +143,12 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """An id chosen by the client is in use for something else."""
     REASON_INTERNAL: _Reason.ValueType  # 55
     """A bug in the server; the message carries no secrets."""
+    REASON_IN_USE: _Reason.ValueType  # 56
+    """Blocks of it are leased, pinned or being stored; nothing was changed."""
+    REASON_PIN_BUDGET: _Reason.ValueType  # 57
+    """The pin's blocks do not fit what is left of the bytes for pins."""
+    REASON_PIN_UNKNOWN: _Reason.ValueType  # 58
+    """The pin is unknown: never granted, ended, or cleared."""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Why tokens were not served, blocks not stored, or a call refused. Every refusal, drop and miss carries one, and
@@ -234,6 +240,12 @@ REASON_ID_IN_USE: Reason.ValueType  # 54
 """An id chosen by the client is in use for something else."""
 REASON_INTERNAL: Reason.ValueType  # 55
 """A bug in the server; the message carries no secrets."""
+REASON_IN_USE: Reason.ValueType  # 56
+"""Blocks of it are leased, pinned or being stored; nothing was changed."""
+REASON_PIN_BUDGET: Reason.ValueType  # 57
+"""The pin's blocks do not fit what is left of the bytes for pins."""
+REASON_PIN_UNKNOWN: Reason.ValueType  # 58
+"""The pin is unknown: never granted, ended, or cleared."""
 global___Reason = Reason
 
 class _GroupKind:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from prefixcache.v1 import common_pb2 as prefixcache_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprefixcache/v1/local.proto\x12\x0eprefixcache.v1\x1a\x1bprefixcache/v1/common.proto\"\x1e\n\x0eMapPoolRequest\x12\x0c\n\x04pool\x18\x01 \x01(\r\"5\n\x0fMapPoolResponse\x12\"\n\x04pool\x18\x01 \x01(\x0b\x32\x14.prefixcache.v1.Pool*\x9a\x02\n\x06Method\x12\x16\n\x12METHOD_UNSPECIFIED\x10\x00\x12\x17\n\x13METHOD_OPEN_SESSION\x10\x01\x12\x19\n\x15METHOD_OPEN_NAMESPACE\x10\x02\x12\x12\n\x0eMETHOD_ACQUIRE\x10\x03\x12\x13\n\x0fMETHOD_ARRIVALS\x10\x04\x12\x12\n\x0eMETHOD_RELEASE\x10\x05\x12\x12\n\x0eMETHOD_RESERVE\x10\x06\x12\x11\n\rMETHOD_COMMIT\x10\x07\x12\x10\n\x0cMETHOD_ABORT\x10\x08\x12\x11\n\rMETHOD_LOOKUP\x10\t\x12\x13\n\x0fMETHOD_MAP_POOL\x10\n\x12\x0f\n\x0bMETHOD_ECHO\x10\x0b\x12\x15\n\x11METHOD_KEEP_ALIVE\x10\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprefixcache/v1/local.proto\x12\x0eprefixcache.v1\x1a\x1bprefixcache/v1/common.proto\"\x1e\n\x0eMapPoolRequest\x12\x0c\n\x04pool\x18\x01 \x01(\r\"5\n\x0fMapPoolResponse\x12\"\n\x04pool\x18\x01 \x01(\x0b\x32\x14.prefixcache.v1.Pool*\xd1\x02\n\x06Method\x12\x16\n\x12METHOD_UNSPECIFIED\x10\x00\x12\x17\n\x13METHOD_OPEN_SESSION\x10\x01\x12\x19\n\x15METHOD_OPEN_NAMESPACE\x10\x02\x12\x12\n\x0eMETHOD_ACQUIRE\x10\x03\x12\x13\n\x0fMETHOD_ARRIVALS\x10\x04\x12\x12\n\x0eMETHOD_RELEASE\x10\x05\x12\x12\n\x0eMETHOD_RESERVE\x10\x06\x12\x11\n\rMETHOD_COMMIT\x10\x07\x12\x10\n\x0cMETHOD_ABORT\x10\x08\x12\x11\n\rMETHOD_LOOKUP\x10\t\x12\x13\n\x0fMETHOD_MAP_POOL\x10\n\x12\x0f\n\x0bMETHOD_ECHO\x10\x0b\x12\x15\n\x11METHOD_KEEP_ALIVE\x10\x0c\x12\x13\n\x0fMETHOD_PREFETCH\x10\r\x12\x0e\n\nMETHOD_PIN\x10\x0e\x12\x10\n\x0cMETHOD_UNPIN\x10\x0f\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,7 +33,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'prefixcache.v1.local_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_METHOD']._serialized_start=163
-  _globals['_METHOD']._serialized_end=445
+  _globals['_METHOD']._serialized_end=500
   _globals['_MAPPOOLREQUEST']._serialized_start=75
   _globals['_MAPPOOLREQUEST']._serialized_end=105
   _globals['_MAPPOOLRESPONSE']._serialized_start=107

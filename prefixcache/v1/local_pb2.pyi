@@ -60,6 +60,12 @@ class _MethodEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """Answers the payload it was sent; for measuring."""
     METHOD_KEEP_ALIVE: _Method.ValueType  # 12
     """CacheService.KeepAlive; the connection needs none, but a client may test it."""
+    METHOD_PREFETCH: _Method.ValueType  # 13
+    """AdminService.Prefetch."""
+    METHOD_PIN: _Method.ValueType  # 14
+    """AdminService.Pin."""
+    METHOD_UNPIN: _Method.ValueType  # 15
+    """AdminService.Unpin."""
 
 class Method(_Method, metaclass=_MethodEnumTypeWrapper):
     """The method byte of a frame. Payloads are the request and response messages of the rpc of the same name."""
@@ -90,6 +96,12 @@ METHOD_ECHO: Method.ValueType  # 11
 """Answers the payload it was sent; for measuring."""
 METHOD_KEEP_ALIVE: Method.ValueType  # 12
 """CacheService.KeepAlive; the connection needs none, but a client may test it."""
+METHOD_PREFETCH: Method.ValueType  # 13
+"""AdminService.Prefetch."""
+METHOD_PIN: Method.ValueType  # 14
+"""AdminService.Pin."""
+METHOD_UNPIN: Method.ValueType  # 15
+"""AdminService.Unpin."""
 global___Method = Method
 
 @typing.final

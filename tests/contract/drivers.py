@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from prefixcache.v1 import cache_pb2, common_pb2, local_pb2
+from prefixcache.v1 import admin_pb2, cache_pb2, common_pb2, local_pb2
 
 HEADER = struct.Struct("<IIBB")
 _DEADLINE_S = 20.0
@@ -45,9 +45,12 @@ def raw(channel: grpc.Channel) -> Any:
     return channel
 
 
+ADMIN = ("Pin", "Unpin", "Prefetch", "ListPins", "ListPrefixes", "Evict")  # AdminService; workers may make some as well
+
+
 def response_type(rpc: str) -> Any:
-    """The response class of an rpc of CacheService."""
-    return getattr(cache_pb2, f"{rpc}Response")
+    """The response class of an rpc."""
+    return getattr(admin_pb2 if rpc in ADMIN else cache_pb2, f"{rpc}Response")
 
 
 def failure_of(error: common_pb2.Error) -> Failure:
@@ -65,7 +68,7 @@ class GrpcDriver:
 
     def call(self, rpc: str, request: Any) -> Any:
         method = self.channel.unary_unary(
-            f"/{self._service}/{rpc}",
+            f"/{'prefixcache.v1.AdminService' if rpc in ADMIN else self._service}/{rpc}",
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=response_type(rpc).FromString,
         )
@@ -104,8 +107,8 @@ class LocalDriver:
     def call(self, rpc: str, request: Any) -> Any:
         snake = "".join(f"_{letter}" if letter.isupper() else letter for letter in rpc).upper()
         payload = self.raw(int(local_pb2.Method.Value(f"METHOD{snake}")), request.SerializeToString())
-        module = local_pb2 if rpc == "MapPool" else cache_pb2
-        return getattr(module, f"{rpc}Response").FromString(payload)
+        kind = local_pb2.MapPoolResponse if rpc == "MapPool" else response_type(rpc)
+        return kind.FromString(payload)
 
     def raw(self, method: int, payload: bytes) -> bytes:
         """One frame there and one back. Raises Failure."""

@@ -33,6 +33,7 @@ from prefixcache.core.events import (
     VerifyDone,
 )
 from prefixcache.core.ids import GroupKind
+from prefixcache.core.pin_messages import PinRequested, PrefetchRequested, UnpinRequested
 from prefixcache.core.spec import GroupSpec, NamespaceSpec, PartSpec
 from tests.sim.fakes import SimError
 
@@ -122,6 +123,17 @@ class Nonsense:
             ReserveRequested(session, sim.new_id(), number, keys, 0, float("nan"), part_mask=0),
             CommitRequested(session, other),
             AbortRequested(session, other),
+            PinRequested(_BAD_ID, number, keys),
+            PinRequested(sim.new_id(), 77, keys),
+            PinRequested(sim.new_id(), number, keys[:-1]),
+            PinRequested(sim.new_id(), number, b""),
+            PinRequested(sim.new_id(), number, keys, "x" * 201),
+            PinRequested(sim.new_id(), number, keys, "", float("nan")),
+            PinRequested(sim.new_id(), number, keys, "", -1.0),
+            UnpinRequested(other),
+            PrefetchRequested(77, keys),
+            PrefetchRequested(number, keys + b"x"),
+            ClearRequested(number, None, gently=True),
             CopyDone(9999, True),
             VerifyDone(9999),
             PartFailedVerification(number, 0, 1 << 31, 3),

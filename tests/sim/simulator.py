@@ -63,6 +63,7 @@ from prefixcache.core.events import (
     TimePassed,
 )
 from prefixcache.core.ids import HOST_POOL, KEY_BYTES, NamespaceKind, Tier
+from prefixcache.core.pin_messages import PinEnded
 from prefixcache.core.planner import Planner
 from prefixcache.core.radix import VISIBLE, subtree
 from prefixcache.core.reasons import Refusal
@@ -72,6 +73,7 @@ from tests.sim.disk import FakeDisk
 from tests.sim.fakes import ROTTEN, Executor, Memory, SimError
 from tests.sim.layouts import FLAVOURS, GRANULE, SPECS, STEPS, TOKENS, chain
 from tests.sim.nonsense import Nonsense
+from tests.sim.pins import Pins
 from tests.sim.story import tell
 from tests.sim.workers import Prompt, Reading, Worker, Writing
 
@@ -112,6 +114,8 @@ class Simulator:
             if self.flavour == "disk_windows":  # several loads at once, of prefixes that need other windows
                 self.pace, self.limits = (0, 0, 1, 2), (None, 1, 2, 3)
                 self.slabs = self.rng.randint(3, 7)
+        self.pins = Pins(self)
+        self.pin_share = self.rng.choice((0.0, 0.5, 0.75, 0.75))
         self.config = self._config(1)
         self.planner = Planner(self.config)
         self.nonsense = Nonsense(self)
@@ -132,7 +136,9 @@ class Simulator:
 
     def step(self) -> None:
         choice = self.rng.random()
-        if choice < 0.66:
+        if choice < 0.04:
+            self.pins.act()
+        elif choice < 0.66:
             self.act()
         elif choice < 0.85:
             self.executes()
@@ -249,7 +255,10 @@ class Simulator:
         keys = self.rng.choice((None, prompt.keys, prompt.keys))
         before = {space: set(visible) for space, visible in self.visible.items()}
         event = ClearRequested(self.rng.choice((None, number)) if keys is None else number, keys)
-        self.send(event)
+        if keys is not None and self.rng.random() < 0.6:
+            event.own_tail, event.gently = self.rng.random() < 0.5, self.rng.random() < 0.7
+        replies = self.send(event)
+        self.pins.check_eviction(event, replies, before)
         for space, visible in self.visible.items():
             gone = before[space] - visible
             if self.disk is not None and keys is None and event.namespace in (None, space):
@@ -443,6 +452,7 @@ class Simulator:
         self.visible = {number: set() for number in self.specs}
         self.send(SnapshotRestored(taken.snapshot))
         self._open_namespaces()
+        self.pins.restarted()
         if self.disk is not None:
             self.send(DiskChanged(True, True))
             self.recovery = self.disk.recovered()
@@ -462,6 +472,7 @@ class Simulator:
         self.planner = Planner(self.config)
         self.visible = {number: set() for number in self.specs}
         self._open_namespaces()
+        self.pins.restarted()
         self.send(DiskChanged(True, True))
         self.recovery = disk.recovered()
         if self.rng.random() < 0.5:
@@ -489,6 +500,8 @@ class Simulator:
         self.dirty = True
         commands: list[Command] = []
         self.history.append((self.now, event, commands))
+        before = {number: set(keys) for number, keys in self.visible.items()} if self.pins.live else {}
+        self.pins.before(event)
         commands += self.planner.handle(event, self.now)
         replies = 0
         for command in commands:
@@ -498,6 +511,7 @@ class Simulator:
         asked = type(event).__name__.endswith("Requested")
         if asked and replies + held < 1:
             raise SimError(f"no answer to {type(event).__name__}")
+        self.pins.after(event, before)
         return commands
 
     def _do(self, command: Command) -> None:
@@ -519,6 +533,8 @@ class Simulator:
             self._publish(command)
         elif isinstance(command, Released):
             self.sums["hit"] += command.hit_tokens
+        elif isinstance(command, PinEnded):
+            self.pins.told(command)
         elif isinstance(command, LeaseEnded):
             for worker in self.workers:
                 if command.lease in worker.readings:
@@ -552,6 +568,7 @@ class Simulator:
         elif event.change is Change.REMOVED:
             if not keys <= visible:
                 raise SimError("removed what was not there")
+            self.pins.removed(event.namespace, keys)
             visible -= keys
         else:
             # A subtree left: what it held is read off the tree, which `check` compares with everything else.
@@ -571,6 +588,7 @@ class Simulator:
                 audit.check_records(space, self.disk)
             if audit.stored_keys(space) != self.visible[space.number]:
                 raise SimError("published events and tree differ")
+        self.pins.check()
         tokens = state.stats.tokens
         if tokens.looked_up != self.sums["looked_up"] or sum(tokens.hit) != self.sums["hit"]:
             raise SimError("the planner's sums are not those of its answers")
@@ -606,8 +624,9 @@ class Simulator:
             share, jobs = self.rng.choice((0.1, 0.3, 0.6)), self.rng.choice((1, 4)) * GRANULE
             spec = DiskSpec(self.disk.segment_bytes, share, jobs, 8 * GRANULE, 16 * GRANULE)
         return PlannerConfig(
-            (pool,), generation, ready, every, publish=True, checksum=self.checksum, disk=spec, limits=limits
-        )
+            (pool,), generation, ready, every, publish=True, checksum=self.checksum, disk=spec, limits=limits,
+            pin_bytes=int(size * self.pin_share),
+        )  # fmt: skip
 
     def _open_namespaces(self) -> None:
         for number, spec in self.specs.items():

@@ -14,6 +14,7 @@ class DeviceReason(StrEnum):
     BAD_EXPORT = "bad_export"
     WRONG_DEVICE = "wrong_device"
     LOST = "device_lost"
+    DRIVER = "driver_error"
     BUSY = "queue_full"
     CLOSED = "closed"
 

@@ -13,6 +13,8 @@ import numpy.typing as npt
 from prefixcache_offload.control import ControlPage
 from prefixcache_offload.export import HandleKind, PoolDescriptor, PoolExport
 from prefixcache_offload.generations import Control, Generations, Mask
+from prefixcache_offload.gpu import cuda_import
+from prefixcache_offload.gpu.cuda import is_cuda_name
 from prefixcache_offload.gpu.errors import DeviceError, DeviceReason
 from prefixcache_offload.mapping import Bytes, map_file
 from prefixcache_offload.memfd import BadDescriptor
@@ -103,7 +105,10 @@ def import_device_pool(export: PoolExport, fds: Sequence[int], device: str) -> I
     try:
         if export.handle is HandleKind.MEMFD:
             return _of_memory_file(export, fds[0], control, device)
-        raise DeviceError(DeviceReason.NOT_SUPPORTED, f"pools of kind {export.handle} cannot be imported")
+        if not is_cuda_name(device):
+            raise DeviceError(DeviceReason.WRONG_DEVICE, f"the pool is on device {export.device_uuid}, not on {device}")
+        whole, let_go = cuda_import.import_memory(export, fds[0], device)
+        return ImportedPool(export.descriptor, whole, control, let_go)
     except DeviceError:
         control.close()
         raise

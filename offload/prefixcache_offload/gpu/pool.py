@@ -12,6 +12,7 @@ import numpy.typing as npt
 from prefixcache_offload.control import ControlPage
 from prefixcache_offload.export import PoolDescriptor, PoolExport
 from prefixcache_offload.generations import Control
+from prefixcache_offload.gpu import cuda, driver
 from prefixcache_offload.gpu.device import Batch, ContextCost, Device, DeviceMemory, PoolContext
 from prefixcache_offload.gpu.errors import DeviceError, DeviceReason
 from prefixcache_offload.gpu.queue import CopyQueue
@@ -133,6 +134,8 @@ def open_device_pool(device: str, size_bytes: int, *, context: PoolContext) -> D
 def _open(device: str) -> Device:
     if device == "cpu":
         return StandIn()
+    if cuda.is_cuda_name(device):
+        return cuda.CudaDevice(driver.load(), device)
     raise DeviceError(DeviceReason.BAD_NAME, f"{device!r} is no device: use cuda:0, cuda:<UUID> or cpu")
 
 

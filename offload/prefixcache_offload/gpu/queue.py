@@ -110,6 +110,7 @@ class CopyQueue:
             started.ticket.end(None)
 
     def _fail(self, ticket: Ticket, error: DeviceError) -> None:
+        error = error.with_traceback(None)  # its frames hold the host pool, and the error may be kept for long
         if error.reason is DeviceReason.LOST:
             with self._changed:
                 self.broken = error

@@ -32,14 +32,15 @@ class DiskHarness(Harness):
     """`records_per_segment` records go into segment 1, the next into 2, and so on."""
 
     def __init__(
-        self, slots: int = 16, spec: NamespaceSpec = ONE_PART, disk: DiskSpec | None = None, per_segment: int = 64
-    ) -> None:
+        self, slots: int = 16, spec: NamespaceSpec = ONE_PART, disk: DiskSpec | None = None, per_segment: int = 64,
+        **config: Any,
+    ) -> None:  # fmt: skip
         self.orders: list[Command] = []
         self.arrivals: list[Arrived] = []
         self.written = 0
         self.per_segment = per_segment
         self.room_bytes = 1 << 40
-        super().__init__(slots, 4, spec, disk=disk or DiskSpec(reserve_share=0.0))
+        super().__init__(slots, 4, spec, disk=disk or DiskSpec(reserve_share=0.0), **config)
         self.send(DiskChanged(reads_on=True, writes_on=True))
         self.send(RecoveryDone())
 

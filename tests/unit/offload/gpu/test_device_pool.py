@@ -1,5 +1,6 @@
 """A device pool and its import, on the device "cpu": the code that a CUDA device runs, but for the driver's calls."""
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -146,6 +147,7 @@ def test_sizes_are_whole_granules(host: HostPool) -> None:
 def test_closing_finishes_or_ends_every_ticket_and_leaves_no_descriptor(
     host: HostPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gc.collect()
     before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     gate = threading.Event()
     pool = open_device_pool("cpu", 2 * MIB, context=CONTEXT)

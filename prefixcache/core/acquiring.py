@@ -49,11 +49,11 @@ class Acquiring:
         if admitted is None:
             return
         session, space = admitted
-        state = self.state
-        lease_id = event.lease
         if space.foreign is not None:
             self.foreign.acquire(event, session, space, now, out)
             return
+        state = self.state
+        lease_id = event.lease
         path = space.tree.walk(event.keys)
         from_block = event.from_block
         limit = path.blocks if event.max_blocks is None else min(path.blocks, from_block + event.max_blocks)
@@ -63,7 +63,7 @@ class Acquiring:
             if end < 0:
                 return
         _remember(space, path)
-        if space.cold_blocks or (space.on_disk and space.optional_parts):
+        if space.may_lack_slots:
             path, end, wish = self._plan_loads(event, space, path, end, now, out)
             limit = min(limit, path.blocks)  # room for the loads may have been made from the rest of the path
         key_blocks = len(event.keys) // KEY_BYTES
@@ -71,11 +71,12 @@ class Acquiring:
         tokens, total = space.block_tokens, event.prompt_tokens
         space.tokens.look_up(total - from_block * tokens, total - key_blocks * tokens)
         stop = self._count_misses(space, path, event, (end, limit), wish)
-        if end < path.blocks or end <= from_block:
-            self.touch(space, path)  # no lease holds all of it
         if end <= from_block:
+            self.touch(space, path)
             out.append(Acquired(lease_id, from_block, 0, 0, (), stop, (0, 0, 0, 0), now))
             return
+        if end < path.blocks:
+            self.touch(space, path)  # no lease holds all of it
         reply = self._promise(event, space, path, end, wish)
         reply.stop, reply.expires_at = stop, now + state.clipped_ttl(event.ttl_s)
         lease = Lease(lease_id, event.session, space, reply)
@@ -131,7 +132,7 @@ class Acquiring:
         end = path.blocks
         on_disk = 0
         gap = Miss.GROUP_GAP
-        if space.on_disk and (space.cold_blocks or space.optional_parts):
+        if space.may_lack_slots:
             end, on_disk, gap = self._look_below(space, path, event.from_block)
         elif space.optional_parts:
             end = space.restorable(np.frombuffer(path.packed_rows(), ROW_DTYPE), event.from_block, end)

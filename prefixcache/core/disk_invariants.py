@@ -116,6 +116,11 @@ def _check_loads(planner: Planner, loader: Loader) -> None:
         must(all(waiters), "an ended lease waits for a read")
     known = sum(len(space.loading) for space in planner.state.namespaces.values())
     must(known == len(parts) and max(parts.values(), default=1) == 1, "reads are miscounted")
+    _check_waiting(planner, loader)
+
+
+def _check_waiting(planner: Planner, loader: Loader) -> None:
+    """Rule 3: no lease waits for nothing."""
     for lease in planner.state.leases.values():
         planned_end = lease.reply.from_block + lease.reply.planned_blocks
         if lease.ready_end < planned_end and lease.stop is None and lease.cold is not None:

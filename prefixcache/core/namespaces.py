@@ -110,6 +110,11 @@ class Namespace:
         return self.foreign is None
 
     @property
+    def may_lack_slots(self) -> bool:
+        """Whether something of what is stored may be on disk only."""
+        return self.cold_blocks > 0 or (self.on_disk and bool(self.optional_parts))
+
+    @property
     def has_full(self) -> bool:
         return bool(self.full_mask)
 

@@ -19,10 +19,12 @@ from prefixcache.core.disk import Disk
 from prefixcache.core.events import ReadEnd, RecordsRead, RecordsWritten
 from prefixcache.core.filling import Filling
 from prefixcache.core.freeing import Freer
+from prefixcache.core.ids import NO_SLOT
 from prefixcache.core.invariants import InvariantError
 from prefixcache.core.landing import Lander
 from prefixcache.core.loading import Loader
 from prefixcache.core.loads import Load
+from prefixcache.core.namespaces import Namespace
 from prefixcache.core.nodes import NodeIndex
 from prefixcache.core.policy.tiered import TieredLeaves
 from prefixcache.core.recovering import Recoverer
@@ -63,7 +65,11 @@ def written_blocks_not_pinned(patch: Patch) -> None:
 
 
 def one_part_on_disk_taken_for_all(patch: Patch) -> None:
-    patch.setattr(BlockTable, "is_clean", lambda self, rows: self.parts[0].segments[rows] != 0)
+    def first_is_clean(self: BlockTable, rows: Any) -> Any:
+        return (self.parts[0].segments[rows] != 0) | (self.parts[0].slots[rows] == NO_SLOT)
+
+    patch.setattr(BlockTable, "is_clean", first_is_clean)
+    patch.setattr(Namespace, "may_cool", lambda self, rows: self.table.parts[0].segments[rows] != 0)
 
 
 def children_on_disk_outlive_their_parent(patch: Patch) -> None:

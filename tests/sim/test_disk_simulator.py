@@ -34,7 +34,7 @@ from prefixcache.core.table import BlockTable
 from tests.sim.fakes import SimError
 from tests.sim.simulator import Simulator
 
-SEEDS = 600
+SEEDS = 2_000
 DISKS = ("disk", "disk_moves", "disk_restarts", "disk_windows")
 
 Patch = pytest.MonkeyPatch

@@ -71,6 +71,7 @@ class BlockTable:
         self.on_disk = False
         self.counts_hits = False
         self.hits: NDArray[np.uint8] = np.empty(0, np.uint8)  # a 1 shifted in for every lease that ended over it
+        self.cold: NDArray[np.bool_] = np.empty(0, np.bool_)  # of a node that is on disk only
         self.unverified = 0  # how many (row, part) still have to be verified; 0 keeps lookups cheap
         self._free: Rows = np.empty(0, np.uint32)  # a stack; the next row to give is at its top
         self._free_count = 0
@@ -98,25 +99,36 @@ class BlockTable:
     def use_disk(self) -> None:
         """Columns for places on disk, from now on."""
         self.on_disk = True
+        self.cold = np.zeros(self.capacity, np.bool_)
         for part in self.parts:
             part.on_disk = True
             part.segments = np.zeros(self.capacity, np.uint32)
             part.pages = np.zeros(self.capacity, np.uint32)
 
     def is_clean(self, rows: Rows) -> NDArray[np.bool_]:
-        """bool[n]: which rows have every part on disk."""
+        """bool[n]: which rows could leave memory without a loss: what is in memory of them is on disk as well."""
         clean = np.ones(len(rows), np.bool_)
         for part in self.parts:
-            clean &= part.segments[rows] != NO_SEGMENT
+            clean &= (part.segments[rows] != NO_SEGMENT) | (part.slots[rows] == NO_SLOT)
         return clean
+
+    def is_recorded(self, rows: Rows) -> NDArray[np.bool_]:
+        """bool[n]: which rows have any part on disk."""
+        recorded = np.zeros(len(rows), np.bool_)
+        for part in self.parts:
+            recorded |= part.segments[rows] != NO_SEGMENT
+        return recorded
+
+    @property
+    def recorded_count(self) -> int:
+        """How many rows have any part on disk."""
+        return int(np.count_nonzero(self.is_recorded(np.arange(self._fresh, dtype=np.uint32))))
 
     @property
     def clean_count(self) -> int:
-        """How many rows have every part on disk."""
-        clean = np.ones(self._fresh, np.bool_)
-        for part in self.parts:
-            clean &= part.segments[: self._fresh] != NO_SEGMENT
-        return int(np.count_nonzero(clean))
+        """How many rows are on disk, with all that is in memory of them."""
+        rows = np.arange(self._fresh, dtype=np.uint32)
+        return int(np.count_nonzero(self.is_clean(rows) & self.is_recorded(rows)))
 
     def is_trusted(self, rows: Rows) -> NDArray[np.bool_]:
         """bool[n]: which rows have no part that still has to be verified."""
@@ -163,6 +175,8 @@ class BlockTable:
             part.slots[rows] = NO_SLOT
         if self.counts_hits:
             self.hits[rows] = 0
+        if self.on_disk:
+            self.cold[rows] = False
         return rows
 
     def release(self, rows: Rows) -> list[Slots]:
@@ -218,6 +232,8 @@ class BlockTable:
         self.touched = _grown(self.touched, capacity)
         if self.counts_hits:
             self.hits = _grown(self.hits, capacity)
+        if self.on_disk:
+            self.cold = _grown(self.cold, capacity)
         for part in self.parts:
             part.grow(capacity)
 

@@ -81,7 +81,8 @@ class Nonsense:
     def _repeat_reserve(self, event: ReserveRequested, before: list[Command]) -> None:
         sim = self.simulator
         granted = next((each for each in before if isinstance(each, Reserved) and len(each.blocks)), None)
-        if granted is None or event.reservation not in sim.planner.state.reservations:
+        reservation = sim.planner.state.reservations.get(event.reservation)
+        if granted is None or reservation is None or reservation.deadline <= sim.now:
             return
         again = sim.send(event)
         if not any(each is granted or isinstance(each, Refused) for each in again):

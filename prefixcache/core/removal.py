@@ -123,6 +123,8 @@ class Remover:
     def cool(self, space: Namespace, node: Node) -> None:
         """All blocks of a node give their slots back; what they must have is on disk."""
         rows = node.row_array()
+        if space.copies:
+            space.leave_gpus(rows)
         for slots in space.table.take_slots(rows):
             self.release_slots(slots[slots != NO_SLOT] if space.optional_parts else slots)
         space.table.cold[rows] = True
@@ -246,6 +248,8 @@ class Remover:
     def _hide(self, space: Namespace, node: Node) -> list[Node]:
         """Makes the visible nodes of an unlinked subtree detached (answers them, parents first); drops the rest."""
         hidden: list[Node] = []
+        if space.copies:
+            space.leave_gpus(node.row_array())
         for below in list(subtree(node)):
             if below.state == VISIBLE:
                 space.policy.remove_leaf(below)
@@ -269,6 +273,8 @@ class Remover:
 
     def release(self, space: Namespace, rows: Rows) -> None:
         """Gives rows and the slots they hold back."""
+        if space.copies:
+            space.leave_gpus(rows)
         if space.on_disk:
             self._forget_records(space, rows)
         if space.policy.remembers:

@@ -15,10 +15,11 @@ Importing it imports numpy and protobuf; gRPC is imported when the local channel
 from prefixcache_client.aio import AsyncClient, AsyncLease
 from prefixcache_client.client import Client
 from prefixcache_client.errors import LeaseEndedError
+from prefixcache_client.handover import LeaseTicket
 from prefixcache_client.lease import Lease
 from prefixcache_client.namespace import Namespace, PromptKeys
 from prefixcache_client.options import ClientOptions
-from prefixcache_client.results import CopyResult, LookupResult, StoreResult
+from prefixcache_client.results import CopyResult, LookupResult, PrefetchResult, StoreResult
 from prefixcache_client.stats import ClientStats
 from prefixcache_client.tensors import Blocks, Layers, Pages
 
@@ -33,9 +34,11 @@ __all__ = [
     "Layers",
     "Lease",
     "LeaseEndedError",
+    "LeaseTicket",
     "LookupResult",
     "Namespace",
     "Pages",
+    "PrefetchResult",
     "PromptKeys",
     "StoreResult",
 ]

@@ -27,6 +27,7 @@ from prefixcache_client.reasons import DEADLINE, INTERNAL, reason_name
 log = logging.getLogger("prefixcache_client")
 
 _SERVICE: Final = "/prefixcache.v1.CacheService/"
+_ADMIN: Final = {transport.PREFETCH: "/prefixcache.v1.AdminService/Prefetch"}
 CLOSE_SESSION: Final = 200
 """Not a method of the local channel, where closing the connection says it."""
 
@@ -154,7 +155,8 @@ class GrpcTransport:
     def _callable(self, method: int) -> Any:
         known = self._calls.get(method)
         if known is None:
-            known = self._calls[method] = self._channel.unary_unary(_SERVICE + _NAMES[method], bytes, bytes)
+            path = _ADMIN[method] if method in _ADMIN else _SERVICE + _NAMES[method]
+            known = self._calls[method] = self._channel.unary_unary(path, bytes, bytes)
         return known
 
     def _keep_alive(self, session_id: bytes, ttl_s: float) -> None:

@@ -39,6 +39,21 @@ class StoreResult:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefetchResult:
+    """What `Client.prefetch` began: tokens that are coming up now, and those that are in memory already, from token 0.
+
+    `reason`: why not all that is stored comes, or why nothing does.
+    """
+
+    tokens: int
+    ready_tokens: int
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.tokens > 0
+
+
+@dataclass(frozen=True, slots=True)
 class LookupResult:
     """What `Client.lookup` found: restorable tokens here, by tier, and on other nodes. `reason`: why it ends there."""
 

@@ -33,6 +33,7 @@ class Section(StrEnum):
     INDEX = "index"
     OVERHEAD = "overhead"
     DISK = "disk"
+    RESTART = "restart"
     ALL = "all"
 
 
@@ -137,7 +138,7 @@ def bench(
     context: typer.Context,
     sections: Annotated[
         list[Section] | None,
-        typer.Argument(metavar="[acquire|load|store|index|overhead|disk|all]...", show_default="all"),
+        typer.Argument(metavar="[acquire|load|store|index|overhead|disk|restart|all]...", show_default="all"),
     ] = None,
     *,
     quick: Annotated[

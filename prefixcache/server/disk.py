@@ -159,6 +159,9 @@ class DiskStore:
             except ConfigError as error:
                 self.report.off(str(error))
                 return
+        assert self._shell is not None
+        clock, began = self._shell.owner.clock, self._shell.owner.clock()
+        self.report.recovery_began_s = began - self._shell.started_at
         self._open_namespaces(self.tier)
         self.namespaces_known()
         self._send(e.DiskChanged(reads_on=True, writes_on=True))
@@ -173,6 +176,7 @@ class DiskStore:
                 extra={"facts": {"records": counters.unknown_codec}},
             )
         self._send(e.RecoveryDone(complete=not counters.unreadable))
+        self.report.recovery_s = max(clock() - began, 1e-6)
         log.info("the disk was read", extra={"facts": {"records": counters.records}})
 
     def _open_namespaces(self, tier: DiskTier) -> None:

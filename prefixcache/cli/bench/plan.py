@@ -25,6 +25,7 @@ class Plan:
     match_tokens: tuple[int, ...] = (2048, 32768, 131072)
     disk_rounds: int = 9
     disk_blocks: int = 256
+    restart_blocks: int = 100_000
     overhead_pairs: int = 40
     overhead_tokens: int = 512
     overhead_new_tokens: int = 16
@@ -43,6 +44,7 @@ QUICK = Plan(
     match_tokens=(2048, 4096),
     disk_rounds=1,
     disk_blocks=8,
+    restart_blocks=1_000,
     overhead_pairs=3,
     overhead_tokens=160,
     overhead_new_tokens=2,

@@ -42,6 +42,9 @@ FLAVOURS: dict[str, tuple[list[int], list[str]]] = {
     "disk_windows": ([2, 2, 3], ["crash"] * 5 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
 }
 
+# For planted bugs that show without GPU pools; those have their own in test_gpu_simulator.
+WITHOUT_GPUS = tuple(flavour for flavour in FLAVOURS if "gpu" not in flavour)
+
 
 def chain(letters: str) -> bytes:
     """Packed keys of a prompt given as letters, one a block."""

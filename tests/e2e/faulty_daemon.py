@@ -35,10 +35,10 @@ class FaultyDisk(RealDisk):
         """As the kernel's, with the faults."""
         name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
         if name.startswith(SEGMENT_PREFIX):
-            self._hang(int(name[len(SEGMENT_PREFIX) :], 16))
+            self._wait_while_hanging(int(name[len(SEGMENT_PREFIX) :], 16))
             if self._is_on("eio_reads"):
                 raise OSError(errno.EIO, "injected")
-            self._be_slow(sum(buffer.nbytes for buffer in buffers))
+            self._wait_for_slow_disk(sum(buffer.nbytes for buffer in buffers))
         return super().pread(fd, buffers, offset)
 
     def pwrite(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
@@ -50,7 +50,7 @@ class FaultyDisk(RealDisk):
     def _is_on(self, fault: str) -> bool:
         return (self._faults / fault).exists()
 
-    def _hang(self, segment: int) -> None:
+    def _wait_while_hanging(self, segment: int) -> None:
         until = time.monotonic() + _LONGEST_S
         while time.monotonic() < until:
             try:
@@ -61,7 +61,7 @@ class FaultyDisk(RealDisk):
                 return
             time.sleep(_LOOK_S)
 
-    def _be_slow(self, size_bytes: int) -> None:
+    def _wait_for_slow_disk(self, size_bytes: int) -> None:
         try:
             text = (self._faults / "record_s").read_text()
         except FileNotFoundError:

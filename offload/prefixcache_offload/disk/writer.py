@@ -162,12 +162,7 @@ class Writer:
 
     def _execute(self, batch: _Batch) -> None:
         shared = self._shared
-        for i, item in enumerate(batch.items):
-            if item.is_corrupt():
-                batch.corrupt[i] = True  # its place is given: it stays a record that cannot be read
-                batch.entries["digest"][i] = 0
-            elif item.stored is not None or not item.job.digested:
-                batch.entries["digest"][i] = np.frombuffer(digest(item.payload()), np.uint8)
+        _digest(batch)
         buffers = self._buffers(batch)
         size = sum(b.nbytes for b in buffers)
         outcome: Outcome = Outcome.OK
@@ -300,3 +295,13 @@ class Writer:
         """Whether everything submitted up to this sequence number has ended; the lock is held."""
         heads = [int(q[0].job.entries["sequence"][q[0].which]) for q in (self._again, self._queue) if q]
         return all(waiting > sequence for waiting in (*heads, *self._active))
+
+
+def _digest(batch: _Batch) -> None:
+    """Fill in what the payloads are, and find those that are not what they should be."""
+    for i, item in enumerate(batch.items):
+        if item.is_corrupt():
+            batch.corrupt[i] = True  # its place is given: it stays a record that cannot be read
+            batch.entries["digest"][i] = 0
+        elif item.stored is not None or not item.job.digested:
+            batch.entries["digest"][i] = np.frombuffer(digest(item.payload()), np.uint8)

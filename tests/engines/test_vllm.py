@@ -85,6 +85,19 @@ def test_fresh_process_with_other_pages(second: Engine, cold: Output) -> None:
     assert own.logprobs == loaded.logprobs
 
 
+def test_two_ranks_read_what_one_stored(
+    cold: Output, shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    with Engine(
+        checkpoints("llama"), f"unix://{shared_daemon.socket}", log=tmp_path / "log", environ=bound, **ranks
+    ) as engine:
+        loaded = engine.one(LONG)
+        assert loaded.cached == 640
+        assert loaded.tokens == engine.one(LONG, cache_salt="cold").tokens
+
+
 def test_stored_blocks_are_announced(second: Engine) -> None:
     told = prompt(9, 200)
     (event,) = second.call("announced", prompt=told)

@@ -33,6 +33,7 @@ class Section(StrEnum):
     INDEX = "index"
     OVERHEAD = "overhead"
     DISK = "disk"
+    CODEC = "codec"
     ALL = "all"
 
 

@@ -44,11 +44,12 @@ class Daemons:
     def __init__(self, folder: Path, data: Path) -> None:
         self.folder = folder
         self.data = data
+        self.module = "prefixcache.server"
         self.running: DaemonProcess | None = None
 
     def start(self, *flags: str) -> DaemonProcess:
         default = [f"--disk={self.data}", "--disk-bytes=256MiB", "--disk-segment-bytes=8MiB"]
-        running = self.running = DaemonProcess(self.folder, *default, "--disk-retry=200ms", *flags)
+        running = self.running = DaemonProcess(self.folder, *default, "--disk-retry=200ms", *flags, module=self.module)
         assert wait_until(lambda: is_whole(stats_of(running)))
         return running
 

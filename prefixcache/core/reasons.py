@@ -62,6 +62,7 @@ class PromotionSkip(StrEnum):
 
     LAYOUT = "layout"  # a namespace with sliding or state groups, or of opaque keys
     BUSY = "busy"  # as many bytes as may be under way are
+    THRASHING = "thrashing"  # the pool is full, and most of what left it had not been read there
     NO_ROOM = "no_room"  # all that could be dropped for them is leased, or a part is larger than a slab
     COPY_FAILED = "copy_failed"
     STALE = "stale"  # they, or the copy of what stands in front of them, left meanwhile

@@ -80,7 +80,7 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
                 self._scheduler.announcements = Announcements()
         else:
             rank = Rank(_rank(), int(vllm_config.parallel_config.tensor_parallel_size))
-            self._now = options.load == "sync"
+            self._now = engine.loads_in_step(options)
             self._worker = WorkerSide(
                 client, engine, rank, options.save_queue, tells_requests=_RESULTS is not None
             )  # fmt: skip

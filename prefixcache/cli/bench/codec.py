@@ -1,7 +1,7 @@
 """`bench codec`: what each form of a block's bytes saves, what it costs, and what it does to a model's answers.
 
-raw, int8 and int4 are whole requests through a daemon: `encode_gb_per_s` a store, `decode_gb_per_s` a load into
-tensors as an engine's cache holds them, interleaved, in bytes of raw blocks, so that two forms are compared by the
+raw, int8 and int4 are whole requests through a daemon: `encode_gb_per_s` a store, `decode_gb_per_s` a load into a
+cache of the shape that Transformers has, interleaved, in bytes of raw blocks, so that two forms are compared by the
 tokens a second that they give. lossless is the disk tier's form, packed and unpacked on one thread, without the disk.
 `ratio` is raw bytes by stored bytes; for lossless, of the model's own blocks where it is installed, else of a sample.
 `kl` is what `quality` measures, where the model is installed. GB are 10^9 bytes.
@@ -101,7 +101,10 @@ def _load(client: Client, ns: Namespace, tensor: Any, number: int, stack: ExitSt
     tokens = cached.tokens_of(number, len(tensor) * cached.BLOCK_TOKENS)
     cached.store(client, ns, tokens, tensor)
     stack.enter_context(client.acquire(ns, tokens, ttl_s=600))  # stays whatever is stored later
-    target = torch.zeros_like(tensor)
+    blocks, heads, layers, pair, size, dim = tensor.shape
+    # As a Transformers cache lies in memory, [layer, k|v, head, token of the prompt, dim], and is seen as blocks.
+    cache = torch.zeros((layers, pair, heads, blocks * size, dim), dtype=tensor.dtype)
+    target = cache.unflatten(3, (blocks, size)).permute(3, 2, 0, 1, 4, 5)
 
     def load() -> bool:
         with client.acquire(ns, tokens) as found:

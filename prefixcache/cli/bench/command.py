@@ -16,7 +16,7 @@ from prefixcache.cli.errors import CliError
 from prefixcache.cli.output import Settings
 
 Section = Callable[[Plan, Progress], dict[str, Any]]
-ORDER: Final = ("acquire", "load", "store", "index", "overhead", "disk", "codec")
+ORDER: Final = ("acquire", "load", "store", "index", "overhead", "disk", "restart", "codec")
 
 
 def run(settings: Settings, wanted: set[str], *, quick: bool) -> None:
@@ -68,6 +68,10 @@ def _section(names: tuple[str, ...]) -> Section:
             from prefixcache.cli.bench import disk
 
             return disk.run
+        case "restart":
+            from prefixcache.cli.bench import restart
+
+            return restart.run
         case _:
             from prefixcache.cli.bench import overhead
 

@@ -47,7 +47,7 @@ def run(plan: Plan, progress: Progress, where: Path | None = None) -> dict[str, 
     """`disk` of the result. where: a directory of the file system to measure, by default the current one."""
     blocks = plan.disk_blocks
     samples: dict[str, list[float]] = {}
-    with _folder(where, 3 * blocks * plan.block_bytes) as folder:
+    with folder_on(where, 3 * blocks * plan.block_bytes) as folder:
         name, limit = _limit(folder, blocks, plan.block_bytes)
         ours = _Ours(folder / "tier", blocks, plan.block_bytes)
         for number in range(plan.disk_rounds):
@@ -84,7 +84,7 @@ def _swapped(limit: Rate, jobs: int, what: str) -> float:
 
 
 @contextmanager
-def _folder(where: Path | None, size_bytes: int) -> Iterator[Path]:
+def folder_on(where: Path | None, size_bytes: int) -> Iterator[Path]:
     """A folder on the file system to measure, gone afterwards."""
     base = where or Path.cwd()
     free = shutil.disk_usage(base).free

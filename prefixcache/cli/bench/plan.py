@@ -29,6 +29,7 @@ class Plan:
     codec_asked: int = 256
     disk_rounds: int = 9
     disk_blocks: int = 256
+    restart_blocks: int = 100_000
     overhead_pairs: int = 40
     overhead_tokens: int = 512
     overhead_new_tokens: int = 16
@@ -51,6 +52,7 @@ QUICK = Plan(
     codec_asked=32,
     disk_rounds=1,
     disk_blocks=8,
+    restart_blocks=1_000,
     overhead_pairs=3,
     overhead_tokens=160,
     overhead_new_tokens=2,

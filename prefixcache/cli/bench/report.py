@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 GRPC_TARGETS: Final = {2048: 1.5, 32768: 2.0}  # times the bare echo
 LOCAL_TARGETS: Final = {2048: 1.4, 32768: 1.3}  # times hashing, then the bare echo
 COPY_TARGET: Final = 0.85
+RESTART_TARGET_S: Final = 1.0  # per 100,000 blocks
 DISK_TARGETS: Final = {"read": 0.85, "write": 0.8}  # of the limit
 CODEC_TARGETS: Final = {"int8": 0.5}  # of the tokens a second of raw
 KL_TARGETS: Final = {"int8": 1e-4, "int4": 1e-2}  # nats, mean of the next token
@@ -36,6 +37,7 @@ def draw(told: dict[str, Any]) -> list[RenderableType]:
         ),
         "overhead": _overhead,
         "disk": _disk,
+        "restart": _restart,
         "codec": _codec,
         "skipped": lambda reasons: "\n".join(f"skipped {name}: {reason}" for name, reason in reasons.items()),
     }
@@ -74,6 +76,15 @@ def _disk(row: dict[str, Any]) -> Table:
         rate, limit = row[f"{what}_gb_per_s"], row[f"limit_{what}_gb_per_s"]
         shown = _judged(rate / limit, target, f"{rate / limit:.2f}", lower=False)
         table.add_row(what, f"{rate:.2f}", f"{limit:.2f}", shown, f"{target}")
+    return table
+
+
+def _restart(row: dict[str, Any]) -> Table:
+    table = _table("restart after kill -9", "blocks", "seconds", "target", "first hit")
+    target = max(RESTART_TARGET_S * row["blocks"] / 100_000, RESTART_TARGET_S / 100)
+    shown = _judged(row["seconds"], target, f"{row['seconds']:.2f}", lower=True)
+    hit = _judged(row["first_hit_s"], row["seconds"], f"{row['first_hit_s']:.2f}", lower=True)
+    table.add_row("until all is known", f"{row['blocks']:,}", shown, f"{target:.2f}", f"{hit} s")
     return table
 
 

@@ -45,6 +45,7 @@ RESULTS: dict[str, Any] = {
         "limit_write_gb_per_s": 2.0,
         "limit": "fio",
     },
+    "restart": {"blocks": 100_000, "seconds": 0.9, "first_hit_s": 0.1},
     "codec": {
         "raw": {"ratio": 1.0, "encode_gb_per_s": 4.0, "decode_gb_per_s": 5.0, "kl": 0.0},
         "int8": {"ratio": 1.92, "encode_gb_per_s": 1.0, "decode_gb_per_s": 3.05, "kl": 3.1e-5},
@@ -83,6 +84,7 @@ def test_all_sections_in_one_object(run: Run, ran: list[Any], line: list[str]) -
         ("index",),
         ("overhead",),
         ("disk",),
+        ("restart",),
         ("codec",),
     ]
     assert all(plan == Plan() for _, plan in ran)

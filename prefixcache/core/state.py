@@ -18,6 +18,7 @@ from prefixcache.core.ledger import Stats
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.pins import PrefixPin
 from prefixcache.core.policy.base import Clock, EvictionPolicy
+from prefixcache.core.policy.prioritised import Prioritised
 from prefixcache.core.policy.registry import make_policy
 from prefixcache.core.policy.tiered import TieredLeaves
 from prefixcache.core.radix import Node
@@ -103,7 +104,8 @@ class State:
         config = self.config
 
         def make() -> EvictionPolicy:
-            return make_policy(config.policy, self.clock, config.policy_seed)
+            policy = make_policy(config.policy, self.clock, config.policy_seed)
+            return Prioritised(policy, self.clock, config.priority_fades_s)
 
         return TieredLeaves(make) if config.disk is not None else make()
 

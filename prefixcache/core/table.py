@@ -18,6 +18,7 @@ DIGEST_KNOWN = 1
 UNVERIFIED = 2
 DIGEST_BYTES = 16
 NO_SEGMENT = 0
+LOW, NORMAL, HIGH = -1, 0, 1  # priorities of blocks, in the order in which they win over each other
 _FIRST_CAPACITY = 1024
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -70,6 +71,8 @@ class BlockTable:
         self.touched: NDArray[np.uint64] = np.empty(0, np.uint64)
         self.on_disk = False
         self.hits: NDArray[np.uint8] = np.empty(0, np.uint8)  # a 1 shifted in for every lease that ended over it
+        self.prioritised = False  # some block is, or was, of another priority than NORMAL
+        self.priority: NDArray[np.int8] = np.empty(0, np.int8)  # empty until then
         self.unverified = 0  # how many (row, part) still have to be verified; 0 keeps lookups cheap
         self._free: Rows = np.empty(0, np.uint32)  # a stack; the next row to give is at its top
         self._free_count = 0
@@ -97,6 +100,23 @@ class BlockTable:
             part.on_disk = True
             part.segments = np.zeros(self.capacity, np.uint32)
             part.pages = np.zeros(self.capacity, np.uint32)
+
+    def set_priority(self, rows: Rows, priority: int) -> None:
+        """Of new rows, which are NORMAL before."""
+        if priority != NORMAL:
+            if not self.prioritised:
+                self.prioritised = True
+                self.priority = np.zeros(self.capacity, np.int8)
+            self.priority[rows] = priority
+
+    def raise_priority(self, rows: Rows, priority: int) -> bool:
+        """Of rows that somebody wants as well; whether any was lower."""
+        lower = rows[self.priority[rows] < priority] if self.prioritised else rows[: len(rows) * (priority > NORMAL)]
+        if not len(lower):
+            return False
+        self.set_priority(lower, HIGH)  # so that there is a column
+        self.priority[lower] = priority
+        return True
 
     def is_clean(self, rows: Rows) -> NDArray[np.bool_]:
         """bool[n]: which rows have every part on disk."""
@@ -158,6 +178,8 @@ class BlockTable:
             part.slots[rows] = NO_SLOT
         if self.on_disk:
             self.hits[rows] = 0
+        if self.prioritised:
+            self.priority[rows] = NORMAL
         return rows
 
     def release(self, rows: Rows) -> list[Slots]:
@@ -213,6 +235,8 @@ class BlockTable:
         self.touched = _grown(self.touched, capacity)
         if self.on_disk:
             self.hits = _grown(self.hits, capacity)
+        if self.prioritised:
+            self.priority = _grown(self.priority, capacity)
         for part in self.parts:
             part.grow(capacity)
 

@@ -68,12 +68,14 @@ from prefixcache.core.planner import Planner
 from prefixcache.core.radix import VISIBLE, subtree
 from prefixcache.core.reasons import Refusal
 from prefixcache.core.spec import DiskSpec, Limits, PlannerConfig, PoolSpec
+from prefixcache.core.table import HIGH, LOW, NORMAL
 from tests.sim import audit
 from tests.sim.disk import FakeDisk
 from tests.sim.fakes import ROTTEN, Executor, Memory, SimError
 from tests.sim.layouts import FLAVOURS, GRANULE, SPECS, STEPS, TOKENS, chain
 from tests.sim.nonsense import Nonsense
 from tests.sim.pins import Pins
+from tests.sim.priorities import Priorities
 from tests.sim.story import tell
 from tests.sim.workers import Prompt, Reading, Worker, Writing
 
@@ -111,6 +113,7 @@ class Simulator:
             if self.flavour == "disk_moves":
                 self.disk.haste = 0.0
         self.pins = Pins(self)
+        self.priorities = Priorities(self)
         self.pin_share = self.rng.choice((0.0, 0.5, 0.75, 0.75))
         self.config = self._config(1)
         self.planner = Planner(self.config)
@@ -350,10 +353,19 @@ class Simulator:
         from_block = self.rng.choice((0, 0, 0, self.rng.randint(0, prompt.blocks)))
         mask = self.rng.choice(((1 << 64) - 1, (1 << 64) - 1, 0b011, 0b101, 0b110))
         ttl_s = self.rng.choice((1.0, 6.0))
+        priority = self.rng.choice((LOW, NORMAL, NORMAL, HIGH))
         event = ReserveRequested(
-            worker.session, self.new_id(), prompt.namespace, prompt.keys, from_block, ttl_s, prompt.parents, mask
+            worker.session,
+            self.new_id(),
+            prompt.namespace,
+            prompt.keys,
+            from_block,
+            ttl_s,
+            prompt.parents,
+            mask,
+            priority,
         )
-        replies = self.send(event)
+        replies = self.priorities.reserve(event)
         reply = next((each for each in replies if isinstance(each, Reserved)), None)
         if reply is None:
             return
@@ -445,6 +457,7 @@ class Simulator:
         self.visible = {number: set() for number in self.specs}
         self.send(SnapshotRestored(taken.snapshot))
         self._open_namespaces()
+        self.priorities.forget()
         self.pins.restarted()
         if self.disk is not None:
             self.send(DiskChanged(True, True))
@@ -465,6 +478,7 @@ class Simulator:
         self.planner = Planner(self.config)
         self.visible = {number: set() for number in self.specs}
         self._open_namespaces()
+        self.priorities.forget()
         self.pins.restarted()
         self.send(DiskChanged(True, True))
         self.recovery = disk.recovered()
@@ -555,6 +569,8 @@ class Simulator:
                 raise SimError("stored below a parent that is not there")
             visible |= keys
             cleared = self.cleared.setdefault(event.namespace, set())
+            if isinstance(self.history[-1][1], DiskRecovered):
+                self.priorities.recovered(event.namespace, keys)
             if isinstance(self.history[-1][1], DiskRecovered) and keys & cleared:
                 raise SimError("what was cleared came back from disk")
             cleared -= keys
@@ -582,6 +598,7 @@ class Simulator:
             if audit.stored_keys(space) != self.visible[space.number]:
                 raise SimError("published events and tree differ")
         self.pins.check()
+        self.priorities.check()
         tokens = state.stats.tokens
         if tokens.looked_up != self.sums["looked_up"] or sum(tokens.hit) != self.sums["hit"]:
             raise SimError("the planner's sums are not those of its answers")
@@ -618,7 +635,7 @@ class Simulator:
             spec = DiskSpec(self.disk.segment_bytes, share, jobs, 8 * GRANULE, 16 * GRANULE)
         return PlannerConfig(
             (pool,), generation, ready, every, publish=True, checksum=self.checksum, disk=spec, limits=limits,
-            pin_bytes=int(size * self.pin_share),
+            pin_bytes=int(size * self.pin_share), priority_fades_s=2.0,
         )  # fmt: skip
 
     def _open_namespaces(self) -> None:

@@ -42,6 +42,8 @@ _NAMES: Final = {
     transport.KEEP_ALIVE: "KeepAlive",
     CLOSE_SESSION: "CloseSession",
 }
+_ADMIN: Final = "/prefixcache.v1.AdminService/"
+_ADMIN_NAMES: Final = {transport.PREFETCH: "Prefetch", transport.PIN: "Pin", transport.UNPIN: "Unpin"}
 _DETAILS: Final = "grpc-status-details-bin"
 _MAX_MESSAGE_BYTES: Final = 64 << 20
 _OPTIONS: Final = (
@@ -154,7 +156,8 @@ class GrpcTransport:
     def _callable(self, method: int) -> Any:
         known = self._calls.get(method)
         if known is None:
-            known = self._calls[method] = self._channel.unary_unary(_SERVICE + _NAMES[method], bytes, bytes)
+            path = _ADMIN + _ADMIN_NAMES[method] if method in _ADMIN_NAMES else _SERVICE + _NAMES[method]
+            known = self._calls[method] = self._channel.unary_unary(path, bytes, bytes)
         return known
 
     def _keep_alive(self, session_id: bytes, ttl_s: float) -> None:

@@ -39,6 +39,37 @@ class StoreResult:
 
 
 @dataclass(frozen=True, slots=True)
+class PinResult:
+    """What `Client.pin` did. `pin`: its name for `Client.unpin`, b"" where nothing was pinned, and `reason` says why.
+
+    `tokens` are held now, of `wanted_tokens` (whole blocks only); the others will be as they are stored. `size_bytes`:
+    what all of them take in the daemon's memory.
+    """
+
+    pin: bytes
+    tokens: int
+    wanted_tokens: int
+    size_bytes: int
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.pin)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchResult:
+    """What `Client.prefetch` found: `tokens` from token 0 on are in memory, `coming_tokens` behind them are on their
+    way. `reason`: why it is not all that is stored ("limit": enough is coming already)."""
+
+    tokens: int
+    coming_tokens: int
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.tokens + self.coming_tokens > 0
+
+
+@dataclass(frozen=True, slots=True)
 class LookupResult:
     """What `Client.lookup` found: restorable tokens here, by tier, and on other nodes. `reason`: why it ends there."""
 

@@ -28,6 +28,9 @@ LOOKUP: Final = int(local_pb2.METHOD_LOOKUP)
 MAP_POOL: Final = int(local_pb2.METHOD_MAP_POOL)
 ECHO: Final = int(local_pb2.METHOD_ECHO)
 KEEP_ALIVE: Final = int(local_pb2.METHOD_KEEP_ALIVE)
+PREFETCH: Final = int(local_pb2.METHOD_PREFETCH)
+PIN: Final = int(local_pb2.METHOD_PIN)
+UNPIN: Final = int(local_pb2.METHOD_UNPIN)
 
 
 class Transport(Protocol):

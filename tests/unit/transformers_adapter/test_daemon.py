@@ -136,3 +136,8 @@ def test_no_daemon_at_all(tmp_path: Path, model: Any) -> None:
     assert cache.stats.reused == cache.stats.blocks_stored == 0
     cache.close()
     client.close()
+
+
+def test_the_daemon_is_told_the_priority(make_cache: Callable[..., PrefixCache], daemon: FakeDaemon) -> None:
+    generate(make_cache(priority="low"), prompt(LENGTH, 9))
+    assert set(daemon.priorities) == {1}

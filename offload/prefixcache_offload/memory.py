@@ -85,6 +85,13 @@ class Memory:
         return str(tensor.device), tensor.data_ptr()
 
     @property
+    def device(self) -> "torch.device":
+        """torch's name of where it is."""
+        import torch
+
+        return torch.device("cpu") if self._flat is not None else cast("torch.Tensor", self._tensor).device
+
+    @property
     def writable(self) -> bool:
         """Whether it may be the target of a copy."""
         return self._flat is None or bool(self._flat.flags.writeable)

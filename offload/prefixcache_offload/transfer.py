@@ -4,7 +4,7 @@ numpy copies fastest, but takes the interpreter lock once a move; beside a threa
 taking waits up to 5 ms. Whole slots beside one stretch of bytes are one call of `copying` anyway. Another batch starts
 with numpy, and when a move takes far longer than its bytes can, the rest goes in O(1) lock acquisitions: by `vectored`,
 or, where the contiguous stretches are too short for that, by torch's `_foreach_copy_` if the worker has torch loaded.
-Device memory always goes by torch, on the current stream.
+Device memory goes by one kernel launch or by torch, on the current stream.
 
 Generations are checked by the caller, after the copy (and after its CUDA event).
 """
@@ -46,12 +46,24 @@ def _copy(pool: Memory, jobs: Sequence[Job], *, to_engine: bool) -> int:
     if not all(memory.writable for memory in ([job.memory for job in jobs] if to_engine else [pool])):
         raise ValueError("read-only memory cannot be the target of a copy")
     if not (pool.on_host and all(job.memory.on_host for job in jobs)):
-        _by_torch(pool, jobs, to_engine=to_engine)
+        _on_device(pool, jobs, to_engine=to_engine)
     else:
         left = _by_numpy(pool, jobs, to_engine=to_engine)
         if left:
             _without_lock(pool, left, to_engine=to_engine)
     return sum(job.total_bytes for job in jobs)
+
+
+def _on_device(pool: Memory, jobs: Sequence[Job], *, to_engine: bool) -> None:
+    """One launch where pool and tensors are on one CUDA device and triton is there, else a list copy."""
+    from prefixcache_offload.gpu import kernels
+
+    where = {memory.identity[0] for memory in (pool, *(job.memory for job in jobs))}
+    found = kernels.launches(pool, jobs) if len(where) == 1 and kernels.can_run_on(*where) else None
+    if found is None:
+        _by_torch(pool, jobs, to_engine=to_engine)
+    else:
+        kernels.move(found, *where, to_engine=to_engine)
 
 
 def _each(jobs: Sequence[Job]) -> Iterator[tuple[Job, Move]]:

@@ -164,6 +164,15 @@ def simulate(
         int, typer.Option(metavar="N", min=1, max=65_536, help="Tokens of a block of the trace.")
     ] = 512,
     block_bytes: Annotated[str | None, typer.Option(metavar="SIZE", help="Bytes of a block.")] = None,
+    disk_capacity: Annotated[
+        str | None, typer.Option(metavar="SIZES", help="A disk below memory, as large as this; 0 for none.")
+    ] = None,
+    disk_bandwidth: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes a second that the disk reads, and writes.")
+    ] = "3GB",
+    host_bandwidth: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes a second that workers copy out of memory.")
+    ] = "20GB",
     prefill_rate: Annotated[
         float, typer.Option(metavar="TOKENS", min=1, help="Tokens a second that prefill computes.")
     ] = 10_000,
@@ -175,7 +184,10 @@ def simulate(
     """Replay a trace: what would caches of some sizes have hit, under which policy?"""
     from prefixcache.cli.simulate import Options, run
 
-    options = Options(policy, capacity, block_tokens, block_bytes, prefill_rate, seed, plot, skip_bad)
+    options = Options(
+        policy, capacity, block_tokens, block_bytes, disk_capacity, disk_bandwidth, host_bandwidth, prefill_rate, seed,
+        plot, skip_bad,
+    )  # fmt: skip
     run(Settings.of(context, as_json=json), trace, options)
 
 

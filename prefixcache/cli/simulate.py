@@ -7,18 +7,19 @@ with the options is found before the first replay, because replays take a while.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import typer
 
 from prefixcache.cli.errors import CliError, bad_usage
 from prefixcache.cli.output import Settings, size
 from prefixcache.server.units import parse_size
-from prefixcache.sim.capacity import capacity_blocks
+from prefixcache.sim.capacity import capacities_blocks
 from prefixcache.sim.plot import can_plot, save_plot
 from prefixcache.sim.sweep import KNOWN_POLICIES, Plan, Row, sweep
 from prefixcache.sim.trace import Trace, TraceError, read_trace
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from prefixcache.sim.replay import Progress
 
 
+_TELL_EVERY_S: Final = 10.0
+
+
 @dataclass(frozen=True)
 class Options:
     """The options as they were given."""
@@ -37,6 +41,9 @@ class Options:
     capacities: str
     block_tokens: int
     block_bytes: str | None
+    disk_capacities: str | None
+    disk_bandwidth: str
+    host_bandwidth: str
     prefill_tokens_per_s: float
     seed: int
     plot: Path | None
@@ -55,8 +62,11 @@ def run(settings: Settings, file: Path, options: Options) -> None:
         raise CliError(str(error), hint, reason="bad_trace") from error
     _warn(trace, options.block_tokens)
     plan = _plan(trace, policies, options)
-    with _progress(trace, plan, quiet=settings.as_json) as progress:
-        rows = list(sweep(trace, plan, progress))
+    with _progress(trace, plan) as progress:
+        try:
+            rows = list(sweep(trace, plan, progress))
+        except ValueError as error:
+            raise bad_usage(str(error), "--capacity takes less, or --block-bytes a smaller block") from error
     if options.plot is not None:
         try:
             save_plot(rows, trace.name, options.plot)
@@ -79,20 +89,43 @@ def _policies(text: str) -> tuple[str, ...]:
 
 
 def _plan(trace: Trace, policies: tuple[str, ...], options: Options) -> Plan:
+    block_bytes = _rate("--block-bytes", options.block_bytes) if options.block_bytes is not None else None
+    disks: tuple[int, ...] = (0,)
+    if options.disk_capacities is not None:
+        if block_bytes is None:
+            hint = "say how many bytes a block takes with --block-bytes"
+            raise bad_usage("--disk-capacity: how long loading takes depends on bytes", hint)
+        disks = _capacities("--disk-capacity", options.disk_capacities, trace, block_bytes)
+    return Plan(
+        policies,
+        _capacities("--capacity", options.capacities, trace, block_bytes),
+        options.block_tokens,
+        options.seed,
+        options.prefill_tokens_per_s,
+        block_bytes,
+        disks,
+        _rate("--disk-bandwidth", options.disk_bandwidth),
+        _rate("--host-bandwidth", options.host_bandwidth),
+    )
+
+
+def _capacities(option: str, texts: str, trace: Trace, block_bytes: int | None) -> tuple[int, ...]:
     try:
-        block_bytes = parse_size(options.block_bytes) if options.block_bytes is not None else None
-        if block_bytes == 0:
-            raise ValueError("a block takes at least one byte")
-        texts = [text for text in options.capacities.split(",") if text.strip()]
-        blocks = dict.fromkeys(capacity_blocks(text, trace.unique_blocks, block_bytes) for text in texts)
-        if not blocks:
-            raise ValueError("--capacity names none")
+        return capacities_blocks(texts, trace.unique_blocks, block_bytes, or_none=option == "--disk-capacity")
     except ValueError as error:
         hint = "a share such as 0.05, blocks such as 2000, or bytes such as 4GiB with --block-bytes"
-        raise bad_usage(str(error), hint) from error
-    return Plan(
-        policies, tuple(blocks), options.block_tokens, options.seed, options.prefill_tokens_per_s, block_bytes
-    )  # fmt: skip
+        raise bad_usage(f"{option}: {error}", hint) from error
+
+
+def _rate(option: str, text: str) -> int:
+    """A number of bytes that cannot be 0."""
+    try:
+        value = parse_size(text)
+    except ValueError as error:
+        raise bad_usage(f"{option}: {error}") from error
+    if not value:
+        raise bad_usage(f"{option} takes at least one byte")
+    return value
 
 
 def _check_plot(path: Path) -> None:
@@ -112,16 +145,16 @@ def _warn(trace: Trace, block_tokens: int) -> None:
 
 
 @contextmanager
-def _progress(trace: Trace, plan: Plan, *, quiet: bool) -> Iterator[Callable[[str], Progress] | None]:
-    """A bar on a terminal, nothing elsewhere."""
-    if quiet or not sys.stderr.isatty():
-        yield None
+def _progress(trace: Trace, plan: Plan) -> Iterator[Callable[[str], Progress]]:
+    """On stderr: a bar on a terminal, elsewhere a line now and then when it takes long."""
+    if not sys.stderr.isatty():
+        yield _Lines(len(trace.requests)).begin
         return
     from rich.console import Console
     from rich.progress import Progress as Bars
 
     with Bars(console=Console(stderr=True), transient=True) as bars:
-        total = len(trace.requests) * len(plan.policies) * len(plan.capacities)
+        total = len(trace.requests) * len(plan.policies) * len(plan.capacities) * len(plan.disks)
         task = bars.add_task(trace.name, total=total)
 
         def begin(label: str) -> Progress:
@@ -131,23 +164,51 @@ def _progress(trace: Trace, plan: Plan, *, quiet: bool) -> Iterator[Callable[[st
         yield begin
 
 
+class _Lines:
+    """A line when ten seconds have passed since the last."""
+
+    def __init__(self, requests: int) -> None:
+        self._requests = requests
+        self._told_at = time.monotonic()
+
+    def begin(self, label: str) -> Progress:
+        done = 0
+
+        def advance(requests: int) -> None:
+            nonlocal done
+            done += requests
+            if time.monotonic() - self._told_at >= _TELL_EVERY_S:
+                self._told_at = time.monotonic()
+                typer.echo(f"{label}: {done:,} of {self._requests:,} requests", err=True)
+
+        return advance
+
+
 def _draw(trace: Trace, rows: list[Row]) -> list[RenderableType]:
+    """What fits on a narrow terminal; --json has all of it."""
     from rich.table import Table
 
     title = f"{trace.name}: {len(trace.requests):,} requests, {trace.unique_blocks:,} unique blocks"
-    with_bytes = rows[0].bytes_written is not None
+    with_disk = any(row.disk_blocks for row in rows)
     table = Table(title=title, title_justify="left")
     table.add_column("policy")
-    heads = ["capacity", "share", "token hits", "block hits", "written", "saved prefill", "took"]
-    for head in heads + (["bytes written", "bytes read"] if with_bytes else []):
-        table.add_column(head, justify="right")
+    heads = ["memory", "disk", "hits", "of disk", "disk in", "disk out", "saved"]
+    for head in heads if with_disk else ["capacity", "share", "hits", "stored", "saved", "took"]:
+        table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
-        cells = [
-            row.policy, f"{row.capacity_blocks:,}", f"{row.capacity_blocks / max(trace.unique_blocks, 1):.1%}",
-            f"{row.token_hit_ratio:.2%}", f"{row.block_hit_ratio:.2%}", f"{row.blocks_written:,}",
-            f"{row.saved_prefill_s:,.0f} s", f"{row.seconds:.1f} s",
-        ]  # fmt: skip
-        if row.bytes_written is not None and row.bytes_read is not None:
-            cells += [size(row.bytes_written), size(row.bytes_read)]
-        table.add_row(*cells)
-    return [table]
+        cells = [f"{row.token_hit_ratio:.2%}"]
+        if with_disk:
+            cells = [f"{row.disk_blocks:,}", *cells, *_disk_cells(row), f"{row.saved_prefill_s:,.0f} s"]
+        else:
+            stored = f"{row.blocks_written:,}" if row.bytes_written is None else size(row.bytes_written)
+            cells = [f"{row.capacity_blocks / max(trace.unique_blocks, 1):.1%}", *cells, stored]
+            cells += [f"{row.saved_prefill_s:,.0f} s", f"{row.seconds:.1f} s"]
+        table.add_row(row.policy, f"{row.capacity_blocks:,}", *cells)
+    return [table, "hits: share of tokens; saved: seconds of prefill, less loading; --json says more"]
+
+
+def _disk_cells(row: Row) -> list[str]:
+    disk = next((tier for tier in row.tiers if tier.tier == "disk"), None)
+    if disk is None or disk.bytes_written is None or disk.bytes_read is None:
+        return ["-", "-", "-"]
+    return [f"{disk.token_hit_ratio:.2%}", size(disk.bytes_written), size(disk.bytes_read)]

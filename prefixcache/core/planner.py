@@ -159,6 +159,8 @@ class Planner:
         assert self.freer is not None
         self.demoter.done(event, out)
         self.freer.make_room(out)
+        if (event.ends == events.WriteEnd.OK).all():  # else it would be asked again and again
+            self.demoter.refill(now, out)
 
     def _disk_changed(self, event: events.DiskChanged, out: list[Command]) -> None:
         disk = self.state.disk

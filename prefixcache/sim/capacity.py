@@ -15,6 +15,21 @@ _SHARE: Final = re.compile(r"\d*\.\d+|\d+\.\d*|\d+(\.\d*)?[eE]-\d+")
 _BLOCKS: Final = re.compile(r"\d+")
 
 
+def capacities_blocks(
+    texts: str, unique_blocks: int, block_bytes: int | None, *, or_none: bool = False
+) -> tuple[int, ...]:
+    """Capacities with commas between, each once. or_none: `0` stands for nothing. Raises ValueError, also where there
+    is none."""
+    blocks = [
+        0 if or_none and text.strip() == "0" else capacity_blocks(text, unique_blocks, block_bytes)
+        for text in texts.split(",")
+        if text.strip()
+    ]
+    if not blocks:
+        raise ValueError("names none")
+    return tuple(dict.fromkeys(blocks))
+
+
 def capacity_blocks(text: str, unique_blocks: int, block_bytes: int | None) -> int:
     """Whole blocks of a capacity. Raises ValueError for one that is not understood or holds no block."""
     text = text.strip()

@@ -1,4 +1,4 @@
-"""A sweep as a picture: token hit ratio over capacity, one line per policy.
+"""A sweep as a picture: token hit ratio over capacity, one line per policy and disk.
 
 Rules: matplotlib is imported here and nowhere else, and only when a picture is wanted; it draws into a file without any
 display. Must not know: traces, the planner.
@@ -26,15 +26,17 @@ def save_plot(rows: Sequence[Row], title: str, path: Path) -> None:
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for policy in dict.fromkeys(row.policy for row in rows):
-        mine = sorted((row.capacity_blocks, 100 * row.token_hit_ratio) for row in rows if row.policy == policy)
+    for policy, disk in dict.fromkeys((row.policy, row.disk_blocks) for row in rows):
+        line = [row for row in rows if (row.policy, row.disk_blocks) == (policy, disk)]
+        mine = sorted((row.capacity_blocks, 100 * row.token_hit_ratio) for row in line)
         style = "--" if policy == OPTIMUM else "-"
-        axes.plot([blocks for blocks, _ in mine], [ratio for _, ratio in mine], style, marker="o", label=policy)
+        label = f"{policy}, {disk:,} on disk" if disk else policy
+        axes.plot([blocks for blocks, _ in mine], [ratio for _, ratio in mine], style, marker="o", label=label)
     axes.set_xscale("log")
     capacities = sorted({row.capacity_blocks for row in rows})
     axes.set_xticks(capacities, [f"{blocks:,}" for blocks in capacities])
     axes.minorticks_off()
-    axes.set_xlabel("capacity, blocks")
+    axes.set_xlabel("capacity of memory, blocks")
     axes.set_ylabel("token hit ratio, %")
     axes.set_ylim(bottom=0)
     axes.set_title(title)

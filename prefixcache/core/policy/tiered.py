@@ -75,8 +75,11 @@ class TieredLeaves:
         return self.clean.leaf_count() + self.dirty.leaf_count()
 
     def expected(self, space: Namespace, keys: bytes, birth: Birth) -> Bids | None:
-        self.clean.expected(space, keys, birth)
-        return self.dirty.expected(space, keys, birth)
+        """Nothing stays out: what is worth little in memory may be worth its place on disk, which it reaches through
+        memory only."""
+        for policy in self.both:
+            policy.expected(space, keys, birth)
+        return None
 
     def refused(self, space: Namespace, keys: bytes, birth: Birth) -> None:
         for policy in self.both:

@@ -24,6 +24,22 @@ def test_a_share_of_memory_is_kept_free_or_on_disk() -> None:
     assert order.records.depths.tolist() == [0, 1, 2, 3]
 
 
+def test_the_reserve_is_filled_job_after_job_at_the_speed_of_the_disk() -> None:
+    harness = DiskHarness(slots=32, disk=DiskSpec(reserve_share=0.25, writing_bytes=2 * GRANULE))
+    for word in ("abcdefgh", "ijklmnop", "qrstuvwx", "yzABCDEF"):
+        harness.store(word)
+    assert harness.end_writes() == 8  # two at once, and nobody but the disk said that it is time for the next two
+
+
+def test_a_disk_without_room_is_not_asked_again_at_once() -> None:
+    harness = DiskHarness(slots=32, disk=DiskSpec(reserve_share=0.25, writing_bytes=2 * GRANULE))
+    for word in ("abcdefgh", "ijklmnop", "qrstuvwx", "yzABCDEF"):
+        harness.store(word)
+    assert harness.end_writes(WriteEnd.NO_ROOM) == 2
+    harness.pass_time(1.0)
+    assert harness.end_writes() == 8
+
+
 def test_room_is_made_from_what_is_on_disk_and_loses_nothing() -> None:
     harness = DiskHarness()
     harness.store("abcdefgh")

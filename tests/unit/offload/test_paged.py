@@ -302,3 +302,50 @@ def test_stretches_that_do_not_fit_are_refused_before_a_byte_moves(stretch: Stre
             move(cache, Memory.of_bytes(pool), [Stretch([0], [0, 1], 0, 8), stretch])
     assert not pool.any()
     assert all((each == 1).all() for each in tensors)
+
+
+@pytest.mark.parametrize("first_head", [0, 2])
+@pytest.mark.parametrize(("start", "stop"), [(0, 24), (4, 24), (0, 20), (8, 8)])
+@pytest.mark.parametrize("scale_bytes", [0, 8])
+def test_staging_moves_the_same_bytes_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, first_head: int, start: int, stop: int, scale_bytes: int
+) -> None:
+    """As if the tensors were on a device: slots are copied whole, and cut up on the other side."""
+    part = PartShape(kv_heads=4, layers=3, tokens=8, k_dim=16, v_dim=16, itemsize=2, scale_bytes=scale_bytes)
+    layers = [torch.randint(-9999, 9999, (2, PAGES, 4, 2, 16), dtype=torch.int16) for _ in range(part.layers)]
+    members = [PagedTensor(each, "cbthd", first_layer=i) for i, each in enumerate(layers)]
+    cache = PagedCache(part, members, first_head=first_head)
+    stretches = [Stretch(SLOTS, IDS, start, stop), Stretch([6], [2, 4], 0, 8)]
+    fresh = np.random.default_rng(1).integers(0, 256, 8 * GRANULE, dtype=np.uint8)
+    wanted, pool = fresh.copy(), fresh.copy()
+    moved = gather(cache, Memory.of_bytes(wanted), stretches)
+    as_on_device(monkeypatch, cache)
+    assert gather(cache, Memory.of_bytes(pool), stretches) == moved
+    assert np.array_equal(pool, wanted)
+    before = [each.clone() for each in layers]
+    for each in layers:
+        each.zero_()
+    pool.setflags(write=False)
+    assert scatter(cache, Memory.of_bytes(pool), stretches) == moved
+    place = [page for i, page in enumerate(IDS) if start <= 4 * i < stop] + [2, 4]
+    for each, was in zip(layers, before, strict=True):
+        assert torch.equal(each[:, place], was[:, place])
+        each[:, place] = 0
+        assert not each.any()
+
+
+def as_on_device(monkeypatch: pytest.MonkeyPatch, cache: PagedCache) -> None:
+    monkeypatch.setattr(PagedCache, "on_host", False)
+    assert not cache.on_host
+
+
+def test_a_part_of_the_layers_is_never_stored_by_way_of_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers in between may be another process's, which writes them at the same time."""
+    layers = [torch.ones(2, PAGES, 4, 4, 16, dtype=torch.int16) for _ in range(2)]
+    members = [PagedTensor(each, "cbthd", first_layer=i + 1) for i, each in enumerate(layers)]
+    cache = PagedCache(PART, members)
+    as_on_device(monkeypatch, cache)
+    monkeypatch.setattr(paged.staging, "store", lambda *_, **__: pytest.fail("staged"))
+    assert gather(cache, Memory.of_bytes(np.zeros(8 * GRANULE, np.uint8)), [Stretch(SLOTS, IDS, 0, 24)])
+    monkeypatch.setattr(paged.staging, "load", lambda *_, **__: 77)
+    assert scatter(cache, Memory.of_bytes(np.zeros(8 * GRANULE, np.uint8)), [Stretch(SLOTS, IDS, 0, 24)]) == 77

@@ -73,6 +73,13 @@ def test_a_sweep_has_a_row_per_policy_and_capacity_and_tells_how_far_it_is() -> 
     assert list(told.values()) == [512] * 4
     assert all(row.bytes_written == row.blocks_written << 20 for row in rows)
     assert all(0 <= row.token_hit_ratio <= 1 and 0 <= row.block_hit_ratio <= 1 for row in rows)
-    assert rows[0].saved_prefill_s == pytest.approx(rows[0].token_hit_ratio * trace.tokens / 10_000)
+    for row in rows:
+        copied_s = row.blocks_read * (1 << 20) / 20e9 if row.policy == "lru" else 0.0
+        assert row.load_s == pytest.approx(copied_s)
+        assert row.saved_prefill_s == pytest.approx(row.token_hit_ratio * trace.tokens / 10_000 - copied_s)
+    (host,) = rows[0].tiers
+    assert (host.tier, host.capacity_blocks, host.token_hit_ratio) == ("host", 20, rows[0].token_hit_ratio)
+    assert (host.blocks_written, host.blocks_read) == (rows[0].blocks_written, rows[0].blocks_read)
+    assert rows[-1].tiers == ()
     assert "bytes_read" not in next(iter(sweep(trace, Plan(("lru",), (20,), BLOCK_TOKENS)))).as_json()
     assert set(KNOWN_POLICIES) == {*NAMES, "optimum"}

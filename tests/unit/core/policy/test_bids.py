@@ -7,6 +7,7 @@ import pytest
 from prefixcache.core.policy.base import Bids, Birth
 from prefixcache.core.policy.tree_gittins import TreeGittins
 from prefixcache.core.reasons import Skip
+from prefixcache.core.spec import DiskSpec
 from tests.unit.core.harness import Harness
 
 
@@ -50,3 +51,15 @@ def test_bids_give_up_from_the_end() -> None:
     assert (bids.give_up(2.0, 9), bids.worths) == (2, [3.0, 0.0, 2.0])
     assert (bids.give_up(2.0, 9), bids.give_up(2.5, 1), bids.give_up(9.0, 9)) == (0, 1, 2)
     assert bids.give_up(9.0, 9) == 0
+
+
+def test_nothing_stays_out_where_there_is_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is worth little in memory reaches the disk through memory only."""
+    monkeypatch.setattr(TreeGittins, "expected", lambda self, space, keys, birth: Bids([0.0] * (len(keys) // 32)))
+    monkeypatch.setattr(TreeGittins, "victim_worth", lambda self: 5.0)
+    memory_only = Harness(slots=8, slab_slots=8, policy="tg")
+    memory_only.store("abcdefgh")
+    assert len(memory_only.reserve("uvwxyz").blocks) == 0
+    with_disk = Harness(slots=8, slab_slots=8, policy="tg", disk=DiskSpec())
+    with_disk.store("abcdefgh")
+    assert len(with_disk.reserve("uvwxyz").blocks) == 6

@@ -26,6 +26,7 @@ class PrioritisedBesideDict(RuleBasedStateMachine):
         self.clock = Clock()
         self.policy = Prioritised(LeafLru(), self.clock, FADES_S)
         self.space = Namespace(1, bytes(32), SPEC, self.policy)
+        self.space.table.set_priority(self.space.table.allocate(1), HIGH)  # time is noted once somebody asks for one
         self.leaves: dict[Node, tuple[int, float, int]] = {}  # tick and time of last use, priority
         self.gone: list[Node] = []
 

@@ -50,12 +50,15 @@ class Prioritised:
         self._order(node).add_leaf(node, tick)
 
     def touch_leaf(self, node: Node, tick: int) -> None:
-        if node.band == NORMAL and node.rank != NOT_QUEUED and self._tail_priority(node) != NORMAL:
+        space = node.space
+        if space is None or not space.table.prioritised:
+            self.policy.touch_leaf(node, tick)
+            return
+        self._note_time()
+        if node.band == NORMAL and node.rank != NOT_QUEUED and space.table.priority[tail_row(node)] != NORMAL:
             self.retick_leaf(node, tick)  # it had faded
         else:
             self._order(node).touch_leaf(node, tick)
-            if node.band != NORMAL:
-                self._note_time()
 
     def retick_leaf(self, node: Node, tick: int) -> None:
         if node.band == NORMAL and (node.space is None or not node.space.table.prioritised):
@@ -122,10 +125,6 @@ class Prioritised:
         if node.band == NORMAL:
             return self.policy
         return self.low if node.band == LOW else self.high
-
-    def _tail_priority(self, node: Node) -> int:
-        space = node.space
-        return int(space.table.priority[tail_row(node)]) if space is not None and space.table.prioritised else NORMAL
 
     def _is_older(self, node: Node, low: Node) -> bool:
         """Whether a leaf of the policy's was not used for so long that it goes before a low one."""

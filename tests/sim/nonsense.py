@@ -81,8 +81,9 @@ class Nonsense:
     def _repeat_reserve(self, event: ReserveRequested, before: list[Command]) -> None:
         sim = self.simulator
         granted = next((each for each in before if isinstance(each, Reserved) and len(each.blocks)), None)
-        if granted is None or event.reservation not in sim.planner.state.reservations:
-            return
+        known = sim.planner.state.reservations.get(event.reservation)
+        if granted is None or known is None or (known.deadline <= sim.now and not known.expired):
+            return  # it runs out with this very event, and the retry is a new one
         again = sim.send(event)
         if not any(each is granted or isinstance(each, Refused) for each in again):
             raise SimError("a retried Reserve was answered otherwise")

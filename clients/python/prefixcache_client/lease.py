@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from prefixcache.v1 import cache_pb2
+from prefixcache.v1 import cache_pb2, common_pb2
 from prefixcache_client.blocks import BlockFormat
 from prefixcache_client.coming import Coming
 from prefixcache_client.errors import Failure, LeaseEndedError
@@ -48,6 +48,11 @@ class Grant:
         self._runs: list[SlotRun] | None = None
         self.coming: Coming | None = None
         """Blocks that were not ready when the lease was granted."""
+
+    @property
+    def packed_tokens(self) -> common_pb2.TierTokens:
+        """Planned tokens by tier, as the server told them."""
+        return self._packed.tokens
 
     def runs(self, form: BlockFormat, blocks: range) -> list[SlotRun]:
         """The slots of those of `blocks`, always the same ones, that are ready by now.
@@ -108,6 +113,14 @@ class Lease:
         self._grant = grant
         self._used = 0
         self._lost = ""
+
+    @property
+    def tokens_by_tier(self) -> dict[str, int]:
+        """Where the tokens from `from_block` on were when the lease was granted: "gpu", "host", "disk", "peer".
+
+        All zero on a miss, or once the lease was released."""
+        packed = self._grant.packed_tokens if self._grant is not None else None
+        return {tier: getattr(packed, tier, 0) for tier in ("gpu", "host", "disk", "peer")}
 
     def __bool__(self) -> bool:
         """Whether there is anything to copy."""

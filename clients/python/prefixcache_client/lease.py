@@ -19,6 +19,7 @@ from prefixcache.v1 import cache_pb2, common_pb2
 from prefixcache_client.blocks import BlockFormat
 from prefixcache_client.coming import Coming
 from prefixcache_client.errors import Failure, LeaseEndedError
+from prefixcache_client.handover import LeaseTicket
 from prefixcache_client.link import Link
 from prefixcache_client.reasons import DEADLINE, LEASE_LOST, UNUSED, reason_value
 from prefixcache_client.results import CopyResult
@@ -213,6 +214,33 @@ class Lease:
             return False
         runs = self._all_runs()
         return not self._lost and grant.session.path.intact(runs)
+
+    def ticket(self) -> LeaseTicket | None:
+        """What another process on this host needs to copy these blocks; None when there is nothing to copy.
+
+        Waits for blocks that come from a slower tier, within the lease's `load_timeout_s`; what did not come shortens
+        the ticket. Keep the lease until the copies are over, then release it. Raises LeaseEndedError after `release`.
+        """
+        if not self.tokens:
+            return None
+        grant = self._granted()
+        try:
+            runs = list(grant.runs(self._form, range(self.from_block, self.blocks)))
+            while grant.wait(self._form, range(self.from_block, self.blocks)):
+                pass
+            runs = list(grant.runs(self._form, range(self.from_block, self.blocks)))
+        except Failure as failure:
+            self._lose(failure.reason)
+            return None
+        blocks = self.blocks
+        if grant.missing:
+            # A shorter prefix of sliding layers would lack its window, so only full attention may be cut.
+            self._lost = grant.missing
+            blocks = grant.coming.blocks.start if grant.coming is not None and self._form.all_full else 0
+        if blocks <= self.from_block:
+            return None
+        session = grant.session
+        return LeaseTicket(session.incarnation, grant.lease, grant.ends_at, self.from_block, blocks, tuple(runs))
 
     def release(self, used_tokens: int | None = None) -> None:
         """Give the blocks back; a second call does nothing. `used_tokens`: what was used, else what was copied."""

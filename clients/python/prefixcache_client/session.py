@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from prefixcache.v1 import cache_pb2
+from prefixcache.v1 import cache_pb2, common_pb2
 from prefixcache_client import devices
 from prefixcache_client.address import Address
 from prefixcache_client.blocks import BlockFormat
@@ -62,6 +62,7 @@ class Session:
         self.server_session = opened.session
         self.incarnation = opened.incarnation
         self.ttl_s = opened.ttl_ms / 1000
+        self.host_pool_bytes = sum(pool.size_bytes for pool in opened.pools if pool.tier == common_pb2.TIER_HOST)
         self.path = path
         self.namespaces: dict[bytes, int] = {}
         """Numbers by fingerprint, of those opened in this session."""

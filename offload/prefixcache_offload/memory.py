@@ -17,7 +17,8 @@ from prefixcache_offload.strides import Strided
 if TYPE_CHECKING:
     import torch
 
-_WORDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+WORDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+"""numpy's unsigned integers by their size."""
 
 
 def is_tensor(thing: object) -> bool:
@@ -85,6 +86,13 @@ class Memory:
         return str(tensor.device), tensor.data_ptr()
 
     @property
+    def flat(self) -> Bytes:
+        """All of it, u8[size_bytes]. Raises ValueError for device memory."""
+        if self._flat is None:
+            raise ValueError("numpy cannot reach device memory")
+        return self._flat
+
+    @property
     def device(self) -> "torch.device":
         """torch's name of where it is."""
         import torch
@@ -105,7 +113,7 @@ class Memory:
         """`view` as unsigned integers of `itemsize`. Raises ValueError when it reaches out of the memory."""
         if self._flat is None:
             raise ValueError("numpy cannot reach device memory")
-        return np.ndarray(view.shape, _WORDS[itemsize], self._flat, view.offset, view.strides)
+        return np.ndarray(view.shape, WORDS[itemsize], self._flat, view.offset, view.strides)
 
     def tensor(self, view: Strided, itemsize: int, *, as_source: bool) -> "torch.Tensor":
         """`view` as torch integers of `itemsize`, for one copy and nothing else.

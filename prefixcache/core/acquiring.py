@@ -19,6 +19,7 @@ from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Tier
 from prefixcache.core.leases import Lease
 from prefixcache.core.loading import Loader, Wish
 from prefixcache.core.namespaces import Namespace
+from prefixcache.core.promoting import Promoter
 from prefixcache.core.radix import ROW_DTYPE, Path, Pin, hot_from, node_at, path_to
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.removal import Remover
@@ -26,6 +27,7 @@ from prefixcache.core.slabs import SlabMover
 from prefixcache.core.state import Session, State
 
 # Members of an enum are looked up by a Python call each time (Python 3.11): what every call needs is kept here.
+_GPU = int(Tier.GPU)
 _HOST = int(Tier.HOST)
 _DISK = int(Tier.DISK)
 
@@ -37,6 +39,7 @@ class Acquiring:
         self.state = state
         self.loader: Loader | None = None  # where there is a disk
         self.demoter: Demoter | None = None
+        self.promoter: Promoter | None = None  # where there is a GPU pool
         self.checks = checks
         self.foreign = ForeignAcquiring(state, checks)
         self.remover = remover
@@ -74,7 +77,7 @@ class Acquiring:
         if end <= from_block:
             out.append(Acquired(lease_id, from_block, 0, 0, (), stop, (0, 0, 0, 0), now))
             return
-        reply = self._promise(event, space, path, end, wish)
+        reply = self._promise(event, admitted, path, end, wish)
         reply.stop, reply.expires_at = stop, now + state.clipped_ttl(event.ttl_s)
         lease = Lease(lease_id, event.session, space, reply)
         self.remover.pin(node_at(path, end), end, lease.pins)
@@ -102,19 +105,26 @@ class Acquiring:
             self.demoter.refill(now, out)
         return space.tree.walk(event.keys), wish.end, wish
 
-    def _promise(self, event: AcquireRequested, space: Namespace, path: Path, end: int, wish: Wish | None) -> Acquired:
+    def _promise(
+        self, event: AcquireRequested, who: tuple[Session, Namespace], path: Path, end: int, wish: Wish | None
+    ) -> Acquired:
         """The answer but for stop and time. Where blocks still have to come, what is ready ends at the first."""
+        session, space = who
         first = event.from_block
         tokens = space.block_tokens
         planned = end - first
         if wish is None or wish.cold is None:
             runs = self._runs(space, path, first, end)
-            return Acquired(event.lease, first, planned, planned, runs, None, (0, planned * tokens, 0, 0), 0.0)
-        ready = int(np.argmax(wish.cold))
-        on_disk = int(np.count_nonzero(wish.cold)) * tokens
-        runs = self._runs(space, path, first, first + ready) if ready else ()
-        by_tier = (0, planned * tokens - on_disk, on_disk, 0)
-        return Acquired(event.lease, first, planned, ready, runs, None, by_tier, 0.0, eta_s=wish.eta_s)
+            reply = Acquired(event.lease, first, planned, planned, runs, None, (0, planned * tokens, 0, 0), 0.0)
+        else:
+            ready = int(np.argmax(wish.cold))
+            on_disk = int(np.count_nonzero(wish.cold)) * tokens
+            runs = self._runs(space, path, first, first + ready) if ready else ()
+            by_tier = (0, planned * tokens - on_disk, on_disk, 0)
+            reply = Acquired(event.lease, first, planned, ready, runs, None, by_tier, 0.0, eta_s=wish.eta_s)
+        if session.gpus and self.promoter is not None:
+            self.promoter.promise(session, space, event, reply)
+        return reply
 
     def lookup(self, event: LookupRequested, out: list[Command]) -> None:
         state = self.state
@@ -174,9 +184,12 @@ class Acquiring:
                 ledger.miss[lease.stop] += (planned - ready) * tokens
                 ledger.miss[event.unused] -= (planned - ready) * tokens
         ledger.hit[_HOST] += hit
+        if near := lease.reply.tokens[_GPU]:
+            ledger.hit[_GPU] += min(near, hit)
+            ledger.hit[_HOST] -= min(near, hit)
         if missed:
             ledger.miss[event.unused] += missed
-        self._end(lease, out)
+        self._end(lease, out, used=used > 0)
         out.append(Released(lease.lease, hit, missed))
 
     def end_unreleased(self, lease: Lease, reason: Miss, out: list[Command]) -> None:
@@ -188,31 +201,38 @@ class Acquiring:
         self.state.stats.leases_expired += expired
         if expired:
             self.state.remember_expired(lease.lease)
-        self._end(lease, out)
+        self._end(lease, out, used=False)
         out.append(LeaseEnded(lease.lease, lease.session, reason))
 
-    def _end(self, lease: Lease, out: list[Command]) -> None:
+    def _end(self, lease: Lease, out: list[Command], *, used: bool) -> None:
         state = self.state
         if lease.loads and self.loader is not None:
             self.loader.leave(lease, out)
         lease.ended = True
         state.deadlines.note_ended()
         del state.leases[lease.lease]
-        del state.sessions[lease.session].leases[lease.lease]
+        session = state.sessions[lease.session]
+        del session.leases[lease.lease]
         if lease.space.foreign is None:
-            for pin in lease.pins:
-                path = path_to(pin.node, pin.depth)
-                for node in path.nodes:
-                    node.uses += node.end <= pin.depth
-                self.touch(lease.space, path)
-                if lease.space.on_disk:
-                    self._count_hit(lease.space, path, pin)
+            self._note_used(lease)
+        if session.gpus and self.promoter is not None:
+            self.promoter.lease_ended(lease, session, out, used=used)
         self.remover.unpin_all(lease.pins)
         if self.mover.retired:
             self.mover.settle_retired()
 
+    def _note_used(self, lease: Lease) -> None:
+        space = lease.space
+        for pin in lease.pins:
+            path = path_to(pin.node, pin.depth)
+            for node in path.nodes:
+                node.uses += node.end <= pin.depth
+            self.touch(space, path)
+            if space.table.counts_hits:
+                self._count_hit(space, path, pin)
+
     def _count_hit(self, space: Namespace, path: Path, pin: Pin) -> None:
-        """For what is worth keeping on disk, and writing to it early."""
+        """For what is worth keeping on disk, and writing to it early, or copying to a GPU."""
         hits = space.table.hits
         for piece in path.stretches(0, path.blocks) if path.nodes and not path.nodes[0].start else ():
             if isinstance(piece, slice):

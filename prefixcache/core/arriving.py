@@ -13,8 +13,8 @@ import numpy as np
 from prefixcache.core.commands import Arrived, Command, Run
 from prefixcache.core.foreign_leases import read_run
 from prefixcache.core.ids import NO_SLOT
-from prefixcache.core.leases import Lease
-from prefixcache.core.radix import ROW_DTYPE, Path, path_to
+from prefixcache.core.leases import Lease, attached_path
+from prefixcache.core.radix import ROW_DTYPE, Path
 from prefixcache.core.reasons import Miss
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def tell_waiters(state: State, load: Load, *, over: bool, out: list[Command]) ->
 def _tell(state: State, load: Load, lease: Lease, out: list[Command]) -> None:
     reply = lease.reply
     end = reply.from_block + reply.planned_blocks
-    path = _attached(lease)
+    path = attached_path(lease.pins)
     ready, coming = _look(lease, path, end)
     if coming is not None and lease not in coming.waiters:
         coming.waiters.append(lease)  # somebody else has begun to load it meanwhile
@@ -56,13 +56,6 @@ def _tell(state: State, load: Load, lease: Lease, out: list[Command]) -> None:
             if lease in other.waiters:
                 other.waiters.remove(lease)
         lease.loads = []
-
-
-def _attached(lease: Lease) -> Path:
-    """What is still in the tree of a lease's path: all of it, or up to where it was cut off."""
-    paths = [path_to(pin.node, pin.depth) for pin in lease.pins]
-    whole = [path for path in paths if path.nodes and not path.nodes[0].start]
-    return max(whole, key=lambda path: path.blocks, default=Path([], 0))
 
 
 def _look(lease: Lease, path: Path, end: int) -> tuple[int, Load | None]:

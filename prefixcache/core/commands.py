@@ -2,8 +2,8 @@
 
 Belongs here: plain values. Must not know: who carries them out.
 An order that stands before a reply is done before that reply leaves (`SetGenerations` before `Reserved`).
-Every order that begins something asynchronous (CopySlots, ComputeChecksum, VerifyParts) ends in exactly one Done event;
-of those about records each record ends exactly once.
+Every order that begins something asynchronous (CopySlots, PromoteSlots, ComputeChecksum, VerifyParts) ends in exactly
+one Done event; of those about records each record ends exactly once.
 Not frozen, for the same reason as the events; treat as immutable. Arrays are not copied again: do not write to them.
 """
 
@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixcache.core.copying import PartCopy as PartCopy
+from prefixcache.core.copying import PromoteSlots as PromoteSlots
 from prefixcache.core.ids import Generations, LeaseId, NamespaceId, PoolId, ReservationId, Rows, SessionId, Slots, Tier
 from prefixcache.core.pin_messages import PinEnded, PinReply
 from prefixcache.core.reasons import Kind, Miss, Refusal, Skip
@@ -351,7 +353,8 @@ class Change(StrEnum):
 @dataclass(slots=True)
 class Published:
     """For WatchEvents. keys: packed, consecutive blocks from `first_block`, below `parent` (empty: the root).
-    CLEARED: keys empty means the whole namespace. sequence: gapless from 1."""
+    CLEARED: keys empty means the whole namespace. sequence: gapless from 1. tier: HOST is what the daemon holds at all
+    (on disk as well); GPU is about copies only, STORED and REMOVED, and takes nothing from what HOST said."""
 
     sequence: int
     change: Change
@@ -380,21 +383,8 @@ Reply: TypeAlias = (
     | SnapshotLoaded
 )
 Order: TypeAlias = (
-    SetGenerations
-    | CopySlots
-    | ComputeChecksum
-    | VerifyParts
-    | LeaseEnded
-    | ReservationEnded
-    | PinEnded
-    | DrainFinished
-    | NamespaceForgotten
-    | Published
-    | WriteRecords
-    | ReadRecords
-    | CancelReads
-    | FreeSegment
-    | RevokeRecords
-    | Arrived
-)
+    SetGenerations | CopySlots | ComputeChecksum | VerifyParts | PromoteSlots | WriteRecords | ReadRecords
+    | CancelReads | FreeSegment | RevokeRecords
+    | LeaseEnded | ReservationEnded | PinEnded | DrainFinished | NamespaceForgotten | Published | Arrived
+)  # fmt: skip
 Command: TypeAlias = Reply | Order

@@ -30,11 +30,13 @@ class SessionOpened:
     can_map: it writes slots itself through a mapping, so its filling slots only come back by Commit, Abort or
     ProcessExited. False: the daemon writes for it (`WriteBlocks`), its slots come back at once when it ends; the shell
     must then end its own write before it reports the end or lets the reservation run out.
+    gpu_pools: GPU pools that it maps, so that it can be told of copies in them.
     """
 
     session: SessionId
     can_map: bool
     name: str = ""
+    gpu_pools: tuple[PoolId, ...] = ()
 
 
 @dataclass(slots=True)
@@ -170,6 +172,22 @@ class CopyDone:
 
     copy: int
     ok: bool
+
+
+@dataclass(slots=True)
+class PromotionDone:
+    """A PromoteSlots ended. Answer: nothing, or Refused when there is no such copy."""
+
+    copy: int
+    ok: bool
+
+
+@dataclass(slots=True)
+class DeviceLost:
+    """A GPU pool cannot be used any more; what is being copied to it ends as failed all the same. Answer: nothing."""
+
+    pool: PoolId
+    reason: str
 
 
 @dataclass(slots=True)
@@ -355,6 +373,8 @@ Event: TypeAlias = (
     | CommitRequested
     | AbortRequested
     | CopyDone
+    | PromotionDone
+    | DeviceLost
     | ChecksumDone
     | VerifyDone
     | PartFailedVerification

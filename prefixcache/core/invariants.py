@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from prefixcache.core import disk_invariants, pin_invariants
+from prefixcache.core import disk_invariants, gpu_invariants, pin_invariants
 from prefixcache.core.disk_invariants import InvariantError as InvariantError
 from prefixcache.core.disk_invariants import must as _must
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, SLOT_GRANULE, Tier
@@ -62,6 +62,8 @@ def check(planner: Planner) -> None:
     pin_invariants.check(planner)
     if planner.config.disk is not None:
         disk_invariants.check(planner)
+    if planner.promoter is not None:
+        gpu_invariants.check(planner, planner.promoter)
 
 
 def _check_sum(state: State) -> None:
@@ -259,6 +261,7 @@ def _check_pins(planner: Planner, views: list[_View]) -> None:
     held: list[Pin] = [pin for lease in state.leases.values() for pin in lease.pins]
     held += [pin for reservation in state.reservations.values() for pin in reservation.pins]
     held += disk_invariants.pins(planner)
+    held += gpu_invariants.host_pins(planner)
     held += pin_invariants.tree_pins(planner)
     on_nodes = [pin for view in views for node in view.nodes for pin in node.pins or ()]
     _must(len(held) == len(on_nodes) and set(held) == set(on_nodes), "pins and their holders differ")
@@ -273,6 +276,8 @@ def _check_promises(planner: Planner, views: list[_View]) -> None:
     told = {view.space.number: [dict(zip(*pair, strict=True)) for pair in _places(view)] for view in views}
     for lease in planner.state.leases.values():
         for run in lease.runs:
+            if run.pool != planner.state.host_pool:
+                continue  # gpu_invariants
             places = told[lease.space.number][run.part]
             for slot, generation in zip(run.slots.tolist(), run.generations.tolist(), strict=True):
                 _must(slot in kept or places.get(slot) == generation, "rule 2: a leased slot has changed hands")
@@ -336,5 +341,5 @@ def _check_bounds(planner: Planner) -> None:
     _must(len(planner.checks.waiting) <= limits.max_parked, "too many waiting acquires")
     live = len(state.leases) + len(state.reservations) + len(state.prefix_pins)
     _must(len(state.deadlines) <= 3 * live + 2 * 64 + 8, "deadlines pile up")
-    if not state.leases and not state.disk.writing:
+    if not state.leases and not state.disk.writing and not state.promoting:
         _must(not planner.mover.retired, "retired slots wait for no lease")

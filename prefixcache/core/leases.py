@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from prefixcache.core.commands import Acquired
 from prefixcache.core.ids import LeaseId, SessionId
-from prefixcache.core.radix import Node, Pin
+from prefixcache.core.radix import Node, Path, Pin, path_to
 from prefixcache.core.reasons import Miss
 from prefixcache.core.table import DIGEST_KNOWN
 
@@ -47,6 +47,13 @@ class Lease:
         self.planned_tokens = reply.planned_blocks * space.block_tokens
         self.serial = 0
         self.ended = False
+
+
+def attached_path(pins: list[Pin]) -> Path:
+    """What is still in the tree of a pinned path: all of it, or up to where it was cut off."""
+    paths = [path_to(pin.node, pin.depth) for pin in pins]
+    whole = [path for path in paths if path.nodes and not path.nodes[0].start]
+    return max(whole, key=lambda path: path.blocks, default=Path([], 0))
 
 
 def known_digest(lease: Lease, part: int, block: int, generation: int) -> bytes:

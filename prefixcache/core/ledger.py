@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from prefixcache.core.ids import NamespaceId, Tier
-from prefixcache.core.reasons import DiskDrop, Miss, PinEnd, Skip
+from prefixcache.core.reasons import DiskDrop, Miss, PinEnd, PromotionSkip, Skip
 
 
 class TokenLedger:
@@ -67,6 +67,7 @@ class Stats:
         self.blocks_demoted = 0  # written to disk
         self.blocks_loaded = 0  # brought back from it
         self.blocks_recovered = 0
+        self.promotions_skipped: Counter[PromotionSkip] = Counter()
 
     @property
     def tokens(self) -> TokenLedger:

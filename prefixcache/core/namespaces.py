@@ -8,6 +8,7 @@ Must not know: sessions, leases, slots' allocation.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,7 @@ from prefixcache.core.spec import GroupSpec, NamespaceSpec
 from prefixcache.core.table import BlockTable
 
 if TYPE_CHECKING:
+    from prefixcache.core.gpu import Copies, GpuTier
     from prefixcache.core.loading import Load
     from prefixcache.core.pins import PrefixPin
 
@@ -96,6 +98,7 @@ class Namespace:
         self.cold_blocks = 0  # visible or leased blocks that are on disk only
         self.writing: set[tuple[int, int]] = set()  # (row, part) on their way to disk
         self.loading: dict[int, Load] = {}  # rows on their way back
+        self.copies: tuple[tuple[GpuTier, Copies], ...] = ()  # in GPU pools
 
     def use_disk(self) -> None:
         """Its blocks may be on disk from now on. Only where every group is full: "present implies parents present"
@@ -103,9 +106,21 @@ class Namespace:
         self.on_disk = True
         self.tree.index = NodeIndex()
         self.table.use_disk()
+        self.table.count_hits()
+
+    def use_gpus(self, tiers: Iterable[GpuTier]) -> None:
+        """Its blocks may have copies in these pools from now on. Only where every group is full, as for the disk."""
+        self.copies = tuple((tier, tier.add_namespace(self)) for tier in tiers)
+        self.table.count_hits()
+
+    def leave_gpus(self, rows: Rows) -> None:
+        """These blocks are about to leave host memory, or sight."""
+        for tier, copies in self.copies:
+            tier.leave(copies, rows)
 
     @property
-    def may_use_disk(self) -> bool:
+    def is_plain(self) -> bool:
+        """Whether its blocks may be in other tiers than host memory."""
         return self.foreign is None and not self.optional_parts
 
     @property

@@ -25,6 +25,7 @@ from prefixcache.core.loading import Loader
 from prefixcache.core.pinning import Pinning
 from prefixcache.core.pins import Term
 from prefixcache.core.prefetching import Prefetcher
+from prefixcache.core.promoting import Promoter
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.recovering import Recoverer
 from prefixcache.core.removal import Remover
@@ -66,6 +67,9 @@ class Planner:
         self.loader: Loader | None = None
         self.freer: Freer | None = None
         self.recoverer: Recoverer | None = None
+        self.promoter: Promoter | None = None
+        if state.gpus:
+            self.promoter = self.acquiring.promoter = Promoter(state, self.remover, config.gpu)
         if config.disk is not None:
             self._add_disk(config.disk, room)
         self._handlers = self._wire()
@@ -99,6 +103,9 @@ class Planner:
             handler(event, now, out)
             if state.appeared:
                 self.pinning.settle()
+        if state.news:
+            out += state.news
+            state.news.clear()
         return out
 
     def _end_due(self, now: float, out: list[Command]) -> None:
@@ -112,7 +119,7 @@ class Planner:
 
     def _wire(self) -> dict[type, Handler]:
         sessions, acquiring, filling, clearing = self.sessions, self.acquiring, self.filling, self.clearing
-        return self._wire_disk() | {
+        return self._wire_disk() | self._wire_gpu() | {
             events.AcquireRequested: acquiring.acquire,
             events.LeaseReleased: lambda event, now, out: acquiring.release(event, out),
             events.LeaseRenewed: acquiring.renew,
@@ -137,7 +144,7 @@ class Planner:
             events.CapacityReady: lambda event, now, out: self._capacity_ready(event, out),
             events.DrainStarted: lambda event, now, out: self._drain(out),
             events.TimePassed: self._time_passed,
-        }
+        }  # fmt: skip
 
     def _wire_disk(self) -> dict[type, Handler]:
         demoter, loader, freer, recoverer = self.demoter, self.loader, self.freer, self.recoverer
@@ -152,6 +159,15 @@ class Planner:
             events.RecoveryDone: lambda event, now, out: recoverer.finish(event, out),
             events.DiskChanged: lambda event, now, out: self._disk_changed(event, out),
             events.FlushStarted: lambda event, now, out: demoter.flush(out),
+        }
+
+    def _wire_gpu(self) -> dict[type, Handler]:
+        promoter = self.promoter
+        if promoter is None:
+            return {}
+        return {
+            events.PromotionDone: lambda event, now, out: promoter.done(event, out),
+            events.DeviceLost: lambda event, now, out: promoter.lost(event, out),
         }
 
     def _records_written(self, event: events.RecordsWritten, now: float, out: list[Command]) -> None:

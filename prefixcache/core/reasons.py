@@ -55,6 +55,25 @@ class DiskDrop(StrEnum):
     CLEARED = "cleared"
 
 
+class PromotionSkip(StrEnum):
+    """Why hot blocks got no copy in GPU memory. Counted in blocks."""
+
+    LAYOUT = "layout"  # a namespace with sliding or state groups, or of opaque keys
+    BUSY = "busy"  # as many bytes as may be under way are
+    NO_ROOM = "no_room"  # all that could be dropped for them is leased, or a part is larger than a slab
+    COPY_FAILED = "copy_failed"
+    STALE = "stale"  # they, or the copy of what stands in front of them, left meanwhile
+    TIER_OFF = "tier_off"
+
+
+class CopyDrop(StrEnum):
+    """Why copies left GPU memory. Counted in blocks."""
+
+    EVICTED = "evicted"
+    WITH_HOST = "with_host"  # their block left host memory, or was cleared
+    TIER_OFF = "tier_off"
+
+
 class PinEnd(StrEnum):
     """Why a pin ended without being asked to."""
 

@@ -92,6 +92,8 @@ class Remover:
 
     def cool(self, space: Namespace, node: Node) -> None:
         """All blocks of a node give their slots back; they are on disk."""
+        if space.copies:
+            space.leave_gpus(node.row_array())
         for slots in space.table.take_slots(node.row_array()):
             self.release_slots(slots)
         space.cold_blocks += node.count
@@ -194,6 +196,8 @@ class Remover:
     def _hide(self, space: Namespace, node: Node) -> list[Node]:
         """Makes the visible nodes of an unlinked subtree detached (answers them, parents first); drops the rest."""
         hidden: list[Node] = []
+        if space.copies:
+            space.leave_gpus(node.row_array())
         for below in list(subtree(node)):
             if below.state == VISIBLE:
                 space.policy.remove_leaf(below)
@@ -217,6 +221,8 @@ class Remover:
 
     def release(self, space: Namespace, rows: Rows) -> None:
         """Gives rows and the slots they hold back."""
+        if space.copies:
+            space.leave_gpus(rows)
         if space.on_disk:
             self._forget_records(space, rows)
         if space.policy.remembers:

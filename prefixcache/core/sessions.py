@@ -11,6 +11,7 @@ from prefixcache.core.acquiring import Acquiring
 from prefixcache.core.commands import Command, NamespaceForgotten, NamespaceReady, SessionClosed, SessionReady
 from prefixcache.core.events import NamespaceOpened, ProcessExited, SessionEnded, SessionOpened
 from prefixcache.core.filling import Filling
+from prefixcache.core.gpu import GpuTier
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.spec import NamespaceSpec, SpecError
@@ -33,7 +34,7 @@ class Sessions:
             return
         known = state.sessions.get(event.session)
         if known is not None:
-            if known.ended or known.can_map is not event.can_map:
+            if known.ended or known.can_map is not event.can_map or known.gpus != self._gpus(event):
                 text = "this session id is in use or has ended"
                 state.refuse(out, Kind.ALREADY_EXISTS, Refusal.SESSION_EXISTS, text, event.session)
                 return
@@ -42,8 +43,12 @@ class Sessions:
             state.refuse(out, Kind.RESOURCE_EXHAUSTED, Refusal.TOO_MANY, text, event.session)
             return
         else:
-            state.sessions[event.session] = Session(event.session, event.can_map, event.name)
+            state.sessions[event.session] = Session(event.session, event.can_map, event.name, self._gpus(event))
         out.append(SessionReady(event.session))
+
+    def _gpus(self, event: SessionOpened) -> tuple[GpuTier, ...]:
+        gpus = self.state.gpus
+        return tuple(gpus[pool] for pool in event.gpu_pools if pool in gpus)
 
     def end(self, event: SessionEnded, out: list[Command]) -> None:
         session = self.state.live_session(event.session, out, event.session)
@@ -88,8 +93,10 @@ class Sessions:
         state = self.state
         strides = tuple(part.stride_bytes for part in spec.parts)
         space = Namespace(number, fingerprint, spec, state.policy_for(strides), state.stats.open_ledger(number))
-        if state.config.disk is not None and space.may_use_disk:
+        if state.config.disk is not None and space.is_plain:
             space.use_disk()
+        if state.gpus and space.is_plain:
+            space.use_gpus(state.gpus.values())
         state.namespaces[number] = space
         state.by_fingerprint[fingerprint] = space
         return space
@@ -131,6 +138,8 @@ class Sessions:
                 del state.by_fingerprint[space.fingerprint]
                 if all(other.policy is not space.policy for other in state.namespaces.values()):
                     del state.policies[tuple(sorted(space.strides))]
+                for tier, _ in space.copies:
+                    tier.forget(space)
                 state.stats.forget_ledger(space.number)
                 out.append(NamespaceForgotten(space.number))
                 return True

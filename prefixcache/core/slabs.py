@@ -1,8 +1,8 @@
 """Slots that cannot come back at once: sources of copies under way, and slots that were moved away under a lease.
 
 Rules: a slot being copied is held until CopyDone, whatever becomes of its block. A moved block's old slot stays as it
-is until every lease (and write to disk) that is older than the move has ended, so a reader never sees it change. Every
-copy begun ends once. Must not know: why a slab is emptied (transfers decide), keys, the tree.
+is until every lease (and copy to another tier) that is older than the move has ended, so a reader never sees it change.
+Every copy begun ends once. Must not know: why a slab is emptied (transfers decide), keys, the tree.
 """
 
 from __future__ import annotations
@@ -99,10 +99,11 @@ class SlabMover:
             out.append(ask_checksum(move.space, move.part, rows, self.state.host_pool))
 
     def settle_retired(self) -> None:
-        """Frees the old slots of moves that no living lease, and nothing that is being written, can know."""
-        leases, writing = self.state.leases, self.state.disk.writing
+        """Frees the old slots of moves that no living lease, and nothing that is being copied, can know."""
+        state = self.state
         while self.retired:
-            oldest = min((*(lease.serial for lease in leases.values()), *writing.values()), default=None)
+            leases = (lease.serial for lease in state.leases.values())
+            oldest = min((*leases, *state.disk.writing.values(), *state.promoting.values()), default=None)
             serial, slots = self.retired[0]
             if oldest is not None and oldest < serial:
                 return

@@ -129,6 +129,14 @@ class DiskSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuSpec:
+    """How GPU pools are used. moving_bytes: most bytes under way to one of them; job_bytes: most of one copy."""
+
+    moving_bytes: int = 256 << 20
+    job_bytes: int = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
 class PlannerConfig:
     """What a planner is built from.
 
@@ -149,4 +157,5 @@ class PlannerConfig:
     publish: bool = False
     checksum: bool = False
     disk: DiskSpec | None = None  # there is a disk tier
+    gpu: GpuSpec = field(default_factory=GpuSpec)
     limits: Limits = field(default_factory=Limits)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from prefixcache.core.commands import Aborted, Change, Command, Committed, Published, Refused
 from prefixcache.core.deadlines import Deadlines
 from prefixcache.core.disk import Disk
+from prefixcache.core.gpu import GpuTier
 from prefixcache.core.ids import ID_BYTES, KEY_BYTES, LeaseId, NamespaceId, PinId, ReservationId, SessionId, Tier
 from prefixcache.core.leases import Lease
 from prefixcache.core.ledger import Stats
@@ -35,6 +36,7 @@ class Session:
     session: SessionId
     can_map: bool
     name: str
+    gpus: tuple[GpuTier, ...] = ()
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
     reservations: dict[ReservationId, Reservation] = field(default_factory=dict)
     ended: bool = False
@@ -46,7 +48,9 @@ class State:
     def __init__(self, config: PlannerConfig) -> None:
         self.config = config
         self.limits = config.limits
-        self.pools = {spec.pool: SlabPool(spec, config.ready_bytes) for spec in config.pools}
+        self.pools = {
+            spec.pool: SlabPool(spec, config.ready_bytes if spec.tier is Tier.HOST else None) for spec in config.pools
+        }
         hosts = [spec.pool for spec in config.pools if spec.tier is Tier.HOST]
         if len(hosts) != 1 or config.first_generation <= 0:
             raise ValueError("a planner needs exactly one host pool and a first generation above 0")
@@ -61,6 +65,9 @@ class State:
         self.pinned_bytes = 0  # of the slots of all blocks that are pinned, stored or not, each once
         self.appeared: list[tuple[Namespace, bytes]] = []  # first keys of what became visible, while a pin waits
         self.policies: dict[tuple[int, ...], EvictionPolicy] = {}
+        self.gpus = {spec.pool: GpuTier(self, spec) for spec in config.pools if spec.tier is Tier.GPU}
+        self.promoting: dict[int, int] = {}  # copies to GPU memory under way -> serial, as of a lease
+        self.news: list[Command] = []  # of copies that came and went, not told yet
         self.disk = Disk()
         self.clock = Clock()
         self.deadlines = Deadlines()
@@ -80,6 +87,9 @@ class State:
         self.by_fingerprint.clear()
         self.stats.ledgers.clear()
         self.policies.clear()
+        for tier in self.gpus.values():
+            tier.copies.clear()
+            tier.policies.clear()
         for number, pool in self.pools.items():
             self.pools[number] = SlabPool(pool.spec, pool.ready_bytes)
         self.host = self.pools[self.host_pool]
@@ -101,13 +111,12 @@ class State:
         return policy
 
     def _new_policy(self) -> EvictionPolicy:
-        config = self.config
+        return TieredLeaves(self.make_policy) if self.config.disk is not None else self.make_policy()
 
-        def make() -> EvictionPolicy:
-            policy = make_policy(config.policy, self.clock, config.policy_seed)
-            return Prioritised(policy, self.clock, config.priority_fades_s)
-
-        return TieredLeaves(make) if config.disk is not None else make()
+    def make_policy(self) -> EvictionPolicy:
+        """A fresh policy of the configured kind, within the priorities of blocks."""
+        policy = make_policy(self.config.policy, self.clock, self.config.policy_seed)
+        return Prioritised(policy, self.clock, self.config.priority_fades_s)
 
     def remember_end(
         self, session: SessionId, reservation: ReservationId, outcome: Committed | Aborted | Refused

@@ -70,6 +70,7 @@ class BlockTable:
         self.parts = tuple(PartColumn() for _ in range(part_count))
         self.touched: NDArray[np.uint64] = np.empty(0, np.uint64)
         self.on_disk = False
+        self.counts_hits = False
         self.hits: NDArray[np.uint8] = np.empty(0, np.uint8)  # a 1 shifted in for every lease that ended over it
         self.prioritised = False  # some block is, or was, of another priority than NORMAL
         self.priority: NDArray[np.int8] = np.empty(0, np.int8)  # empty until then
@@ -92,10 +93,14 @@ class BlockTable:
         """Rows from here on were never used."""
         return self._fresh
 
+    def count_hits(self) -> None:
+        """A column for them, from now on."""
+        self.counts_hits = True
+        self.hits = np.zeros(self.capacity, np.uint8)
+
     def use_disk(self) -> None:
         """Columns for places on disk, from now on."""
         self.on_disk = True
-        self.hits = np.zeros(self.capacity, np.uint8)
         for part in self.parts:
             part.on_disk = True
             part.segments = np.zeros(self.capacity, np.uint32)
@@ -176,7 +181,7 @@ class BlockTable:
         self._fresh += fresh
         for part in self.parts:
             part.slots[rows] = NO_SLOT
-        if self.on_disk:
+        if self.counts_hits:
             self.hits[rows] = 0
         if self.prioritised:
             self.priority[rows] = NORMAL
@@ -233,7 +238,7 @@ class BlockTable:
     def _grow(self, needed: int) -> None:
         capacity = max(_FIRST_CAPACITY, needed, self.capacity + self.capacity // 2)
         self.touched = _grown(self.touched, capacity)
-        if self.on_disk:
+        if self.counts_hits:
             self.hits = _grown(self.hits, capacity)
         if self.prioritised:
             self.priority = _grown(self.priority, capacity)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from prefixcache.core.commands import Acquired
 from prefixcache.core.events import AcquireRequested, SegmentFreed
-from prefixcache.core.ids import KEY_BYTES, NO_SLOT, GroupKind, NamespaceKind, Rows
+from prefixcache.core.gpu import GpuTier
+from prefixcache.core.ids import HOST_POOL, KEY_BYTES, NO_SLOT, GroupKind, NamespaceKind, Rows
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.radix import VISIBLE, subtree
 from prefixcache.core.reasons import Miss
@@ -54,6 +56,24 @@ def check_bytes(space: Namespace, memory: Memory) -> None:
                     raise SimError(f"slot {slot} holds {memory.read(slot)} instead of {expected}")
                 if memory.generation(slot) != generation:
                     raise SimError(f"slot {slot}: the control page and the table differ")
+
+
+def check_copies(tier: GpuTier, memory: Memory) -> Counter[tuple[int, bytes]]:
+    """Every copy holds the bytes of its key, under the generation that the pool's control page says. Answers what is
+    there: (namespace, key)."""
+    found: Counter[tuple[int, bytes]] = Counter()
+    for number, copies in tier.copies.items():
+        for node in subtree(copies.tree.root):
+            for place, row in enumerate(node.row_array().tolist()):
+                key = node.edge[place * KEY_BYTES : (place + 1) * KEY_BYTES]
+                found[number, key] += 1
+                for part, column in enumerate(copies.columns):
+                    slot = int(column.slots[row])
+                    if memory.read(slot) != ((number, key, part),) * HEADS:
+                        raise SimError(f"GPU slot {slot} holds {memory.read(slot)}")
+                    if memory.generation(slot) != int(column.generations[row]):
+                        raise SimError(f"GPU slot {slot}: the control page and the copies differ")
+    return found
 
 
 def check_planned(
@@ -142,8 +162,13 @@ def restorable_keys(disk: FakeDisk, number: int, parts: int) -> set[bytes]:
 
 
 def check_runs(spec: NamespaceSpec, reply: Acquired, start: int, end: int) -> None:
-    """Full groups whole, sliding and state groups exactly what the prefix needs."""
-    got = {run.part: (run.first_block, run.first_block + len(run.slots)) for run in reply.runs}
+    """Full groups whole, sliding and state groups exactly what the prefix needs; copies in one GPU pool in front."""
+    got: dict[int, tuple[int, int]] = {}
+    for run in reply.runs:
+        first, behind = got.get(run.part, (run.first_block, run.first_block))
+        if run.first_block != behind or (run.pool != HOST_POOL and run.part in got):
+            raise SimError(f"part {run.part}: runs that do not follow each other, GPU first")
+        got[run.part] = (first, run.first_block + len(run.slots))
     for part, needed in needed_parts(spec, start, end):
         if needed < end and got.get(part) != (needed, end):
             raise SimError(f"part {part}: blocks {got.get(part)} instead of {(needed, end)}")

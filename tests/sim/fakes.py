@@ -2,6 +2,8 @@
 
 Faults they make, all chosen by the seed:
 - copies, checksums and verifications end in any order, long after they began; copies fail, or fail after half of it;
+- a copy into a GPU pool ends long after it began, slot by slot, or fails after some of it; a device is lost: what is
+  under way to it fails later, and its bytes are anything from then on;
 - a checksum is computed over bytes that may have changed meanwhile, or not at all;
 - bytes rot while the daemon is down (warm restart);
 - a writer writes at any moment until its own last word: after its reservation ran out, after its session ended;
@@ -18,8 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefixcache.core.commands import ComputeChecksum, CopySlots, SetGenerations, VerifyParts
-from prefixcache.core.events import ChecksumDone, CopyDone, Event, VerifyDone
+from prefixcache.core.commands import ComputeChecksum, CopySlots, PromoteSlots, SetGenerations, VerifyParts
+from prefixcache.core.events import ChecksumDone, CopyDone, DeviceLost, Event, PromotionDone, VerifyDone
+from prefixcache.core.ids import HOST_POOL, PoolId
 
 Tag = tuple[int, bytes, int]  # namespace, key, part: what the bytes of one head of one part are
 ROTTEN: Tag = (-1, b"rotten", 0)
@@ -37,6 +40,7 @@ class Memory:
         self.heads: dict[int, list[Tag | None]] = {}
         self.control: dict[int, int] = {}
         self.dirty = False
+        self.lost = False  # the device is gone
 
     def write(self, slot: int, heads: range, tag: Tag) -> None:
         content = self.heads.setdefault(slot, [None] * HEADS)
@@ -58,25 +62,35 @@ class Memory:
 class Job:
     """Something asynchronous under way."""
 
-    command: CopySlots | ComputeChecksum | VerifyParts
+    command: CopySlots | PromoteSlots | ComputeChecksum | VerifyParts
     copied: int = 0
 
 
 class Executor:
-    """Carries out orders on `Memory`, in an order and with faults of the seed's choice."""
+    """Carries out orders on `Memory`, in an order and with faults of the seed's choice. memories: by pool."""
 
-    def __init__(self, memory: Memory, rng: random.Random) -> None:
-        self.memory = memory
+    def __init__(self, memories: dict[PoolId, Memory], rng: random.Random) -> None:
+        self.memories = memories
+        self.memory = memories[HOST_POOL]
         self.rng = rng
         self.jobs: list[Job] = []
 
     def set_generations(self, command: SetGenerations) -> None:
+        memory = self.memories[command.pool]
         for slot in command.slots.tolist():
-            if self.memory.generation(slot) >= command.generation:
+            if memory.generation(slot) >= command.generation:
                 raise SimError(f"slot {slot}: generation {command.generation} is not new")
-            self.memory.control[slot] = command.generation
+            memory.control[slot] = command.generation
 
-    def begin(self, command: CopySlots | ComputeChecksum | VerifyParts) -> None:
+    def lose(self, pool: PoolId) -> Event:
+        """A device fails for good."""
+        memory = self.memories[pool]
+        memory.lost = True
+        for slot in memory.heads:
+            memory.heads[slot] = [ROTTEN] * HEADS
+        return DeviceLost(pool, "fell off the bus")
+
+    def begin(self, command: CopySlots | PromoteSlots | ComputeChecksum | VerifyParts) -> None:
         self.jobs.append(Job(command))
 
     def step(self) -> Event | None:
@@ -87,6 +101,8 @@ class Executor:
         command = job.command
         if isinstance(command, CopySlots):
             return self._copy(job, command)
+        if isinstance(command, PromoteSlots):
+            return self._promote(job, command)
         self.jobs.remove(job)
         if isinstance(command, ComputeChecksum):
             return self._checksum(command)
@@ -102,6 +118,20 @@ class Executor:
             return None
         self.jobs.remove(job)
         return CopyDone(command.copy, ok=not failed)
+
+    def _promote(self, job: Job, command: PromoteSlots) -> Event | None:
+        source, target = self.memories[command.source_pool], self.memories[command.target_pool]
+        failed = target.lost or self.rng.random() < 0.05
+        pairs = [pair for part in command.parts for pair in zip(part.sources, part.targets, strict=True)]
+        for slot, other in pairs[job.copied : job.copied + self.rng.choice((1, 2, 99))]:
+            if not failed:
+                target.heads[int(other)] = list(source.read(int(slot)))
+                target.dirty = True
+                job.copied += 1
+        if job.copied < len(pairs) and not failed:
+            return None
+        self.jobs.remove(job)
+        return PromotionDone(command.copy, ok=not failed)
 
     def _checksum(self, command: ComputeChecksum) -> Event:
         if self.rng.random() < 0.05:

@@ -23,6 +23,7 @@ from prefixcache.core.commands import (
     CopySlots,
     FreeSegment,
     LeaseEnded,
+    PromoteSlots,
     Published,
     ReadRecords,
     Refused,
@@ -65,9 +66,10 @@ from prefixcache.core.events import (
 from prefixcache.core.ids import HOST_POOL, KEY_BYTES, NamespaceKind, Tier
 from prefixcache.core.pin_messages import PinEnded
 from prefixcache.core.planner import Planner
+from prefixcache.core.policy.names import NAMES as POLICIES
 from prefixcache.core.radix import VISIBLE, subtree
 from prefixcache.core.reasons import Refusal
-from prefixcache.core.spec import DiskSpec, Limits, PlannerConfig, PoolSpec
+from prefixcache.core.spec import DiskSpec, GpuSpec, Limits, PlannerConfig, PoolSpec
 from prefixcache.core.table import HIGH, LOW, NORMAL
 from tests.sim import audit
 from tests.sim.disk import FakeDisk
@@ -86,13 +88,15 @@ class Simulator:
     def __init__(self, seed: int | random.Random, flavours: tuple[str, ...] = tuple(FLAVOURS)) -> None:
         self.rng = random.Random(seed) if isinstance(seed, int) else seed
         self.memory = Memory()
-        self.executor = Executor(self.memory, self.rng)
+        self.memories: dict[int, Memory] = {HOST_POOL: self.memory}
+        self.executor = Executor(self.memories, self.rng)
         self.now = 0.0
         self.history: list[tuple[float, Event, list[Command]]] = []
         self.dirty = True
         self.next_id = 0
         self.workers: list[Worker] = []
         self.visible: dict[int, set[bytes]] = {}
+        self.copies: Counter[tuple[int, bytes]] = Counter()  # in GPU pools, as published: (namespace, key)
         self.sums: Counter[str] = Counter()
         self.waiting: dict[bytes, tuple[Worker, Prompt, AcquireRequested]] = {}
         self.flavour = self.rng.choice(flavours)
@@ -112,9 +116,16 @@ class Simulator:
             self.trouble, self.diligence = self.rng.choice((0.15, 0.5)), self.rng.choice((0.6, 0.9))
             if self.flavour == "disk_moves":
                 self.disk.haste = 0.0
+        self.gpu_slabs = [self.rng.randint(1, 2) for _ in range(self.rng.choice((1, 1, 2)))] if self.is_gpu else []
+        if self.flavour == "gpu_cuts":
+            self.gpu_slabs = [1]
+        self.memories |= {pool: Memory() for pool in range(1, len(self.gpu_slabs) + 1)}
+        if self.is_gpu:
+            self.trouble, self.diligence = self.rng.choice((0.05, 0.15)) if self.flavour != "gpu_cuts" else 0.4, 0.9
+            self.slabs = self.rng.randint(3, 8)
         self.pins = Pins(self)
         self.priorities = Priorities(self)
-        self.pin_share = self.rng.choice((0.0, 0.5, 0.75, 0.75))
+        self.pin_share = self.rng.choice((0.0, 0.5, 0.75, 0.75)) if self.flavour != "gpu_cuts" else 0.0
         self.config = self._config(1)
         self.planner = Planner(self.config)
         self.nonsense = Nonsense(self)
@@ -124,12 +135,16 @@ class Simulator:
             self.send(RecoveryDone())
 
     @property
+    def is_gpu(self) -> bool:
+        return "gpu" in self.flavour
+
+    @property
     def log(self) -> list[str]:
         """What happened, a line per event and command."""
         return tell(self.history)
 
     def run(self, steps: int = STEPS) -> None:
-        for _ in range(steps if self.disk is None else 3 * steps):
+        for _ in range(steps * (3 if self.disk is not None else 2 if self.is_gpu else 1)):
             self.step()
         self.finish()
 
@@ -168,7 +183,8 @@ class Simulator:
         self.send(TimePassed())
         self.check()
         state = self.planner.state
-        if state.leases or state.reservations or state.sessions or self.planner.mover.held_slots().size:
+        outlived = [state.leases, state.reservations, state.sessions, state.promoting]
+        if any(outlived) or self.planner.mover.held_slots().size:
             raise SimError("something outlived everybody")
         if state.stats.tokens.pending or self.waiting:
             raise SimError("somebody still waits")
@@ -176,7 +192,7 @@ class Simulator:
         while self.disk is not None and (self.disk.jobs or self.disk.ordered or self.disk.told_late):
             self.disk_works()
         self.check()
-        if state.host.used_bytes:
+        if any(pool.used_bytes for pool in state.pools.values()):
             raise SimError("slots leaked")
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -191,11 +207,11 @@ class Simulator:
         choices: list[Callable[[Worker], None]] = []
         if not worker.gone:
             choices += [self.acquire, self.acquire, self.reserve, self.reserve]
-            if self.disk is not None:
+            if self.disk is not None or self.is_gpu:
                 choices += [self.acquire] * 2
         if worker.readings:
             choices += [self.read, self.read]
-            if self.disk is not None:
+            if self.disk is not None or self.is_gpu:
                 choices += [self.read] * 4
         if worker.writings:
             choices += [self.write] * 6
@@ -264,6 +280,14 @@ class Simulator:
                 gone |= self.disk.keys_of(space)  # also what was not told yet
             self.cleared.setdefault(space, set()).update(gone)
 
+    def cut(self) -> None:
+        """The end of what somebody reads is cleared."""
+        readings = [each for worker in self.workers for each in worker.readings.values() if each.ready > 1]
+        if readings:
+            reading = self.rng.choice(readings)
+            end = reading.reply.from_block + self.rng.randint(2, reading.ready)
+            self.send(ClearRequested(reading.prompt.namespace, reading.prompt.keys[: end * KEY_BYTES]))
+
     def faulted_in(self) -> None:
         self.send(CapacityReady(HOST_POOL, self.rng.randint(0, self.slabs * 4) * GRANULE))
 
@@ -274,9 +298,10 @@ class Simulator:
     # -- sessions ------------------------------------------------------------------------------------------------
 
     def open_session(self) -> None:
-        worker = Worker(self.new_id(), self.rng.random() < 0.75)
+        gpus = tuple(pool for pool in self.memories if pool != HOST_POOL and self.rng.random() < 0.7)
+        worker = Worker(self.new_id(), self.rng.random() < 0.75, gpus)
         self.workers.append(worker)
-        self.send(SessionOpened(worker.session, worker.can_map))
+        self.send(SessionOpened(worker.session, worker.can_map, gpu_pools=worker.gpus))
 
     def session_trouble(self) -> None:
         """TTL over while it lives on, killed without a word, or its exit noticed."""
@@ -318,29 +343,37 @@ class Simulator:
         self.sums["looked_up"] += event.prompt_tokens - event.from_block * TOKENS
         space = self.planner.state.namespaces[prompt.namespace]
         audit.check_planned(space, self.visible[prompt.namespace], prompt, event, reply)
+        if any(run.pool not in (HOST_POOL, *worker.gpus) for run in reply.runs):
+            raise SimError("a worker was told slots of a pool that it does not map")
+        in_gpu = sum(len(run.slots) for run in reply.runs if run.pool != HOST_POOL and not run.part)
+        if in_gpu * TOKENS != reply.tokens[Tier.GPU]:
+            raise SimError("tokens are said to be in GPU memory and are not, or the reverse")
         if reply.planned_blocks:
             reading = Reading(prompt, reply)
-            reading.copy(self.memory)
-            reading.compare(self.memory)
+            reading.copy(self.memories)
+            reading.compare(self.memories)
             worker.readings[reply.lease] = Reading(prompt, reply)
 
     def read(self, worker: Worker) -> None:
         lease, reading = self.rng.choice(list(worker.readings.items()))
         choice = self.rng.random()
-        if self.disk is not None and choice < 0.3:
+        if (self.disk is not None or self.is_gpu) and choice < 0.3:
             choice = 1.0  # leases that stay would keep everything in memory
         if choice < 0.4:
-            reading.copy(self.memory)
+            reading.copy(self.memories)
         elif choice < 0.55:
             self.send(LeaseRenewed(worker.session, lease, 2.0))
         else:
-            fine = reading.compare(self.memory)
+            fine = reading.compare(self.memories)
             used = self.rng.choice((None, reading.reply.planned_blocks, 1)) if fine else 0
             whole = used is None and reading.ready == reading.reply.planned_blocks
             del worker.readings[lease]
             for reply in self.send(LeaseReleased(worker.session, lease, used)):
                 if isinstance(reply, Released) and whole:
                     self.sums["from_disk"] += reading.reply.tokens[Tier.DISK]
+                if isinstance(reply, Released):
+                    read = reading.ready if used is None else min(used, reading.ready)
+                    self.sums["from_gpu"] += min(read * TOKENS, reading.reply.tokens[Tier.GPU])
 
     def look_up(self) -> None:
         prompt = self.prompt()
@@ -436,6 +469,13 @@ class Simulator:
             generation = int(space.table.parts[part].generations[row])
             self.send(PartFailedVerification(space.number, part, row, generation))
 
+    def lose_device(self) -> None:
+        """Mostly while somebody reads from it."""
+        read = {run.pool for worker in self.workers for each in worker.readings.values() for run in each.runs}
+        read.discard(HOST_POOL)
+        if read or self.rng.random() < 0.1:
+            self.send(self.executor.lose(self.rng.choice(sorted(read) or list(self.memories)[1:])))
+
     def restart(self) -> None:
         """A clean drain, a snapshot, and a new planner over the same bytes, some of which rotted."""
         self.send(DrainStarted())
@@ -443,7 +483,7 @@ class Simulator:
             self.send(ProcessExited(worker.session))
         self.workers.clear()
         taken = next(each for each in self.send(SnapshotRequested()) if isinstance(each, SnapshotTaken))
-        self.executor.jobs.clear()
+        self._forget_gpus()
         self.waiting.clear()
         self.sums.clear()
         if self.disk is not None:  # its last writes come before memory rots
@@ -470,7 +510,7 @@ class Simulator:
         disk.told_late.clear()
         disk.crash()
         self.workers.clear()
-        self.executor.jobs.clear()
+        self._forget_gpus()
         self.waiting.clear()
         self.sums.clear()
         self.memory.heads.clear()
@@ -500,6 +540,15 @@ class Simulator:
                 if self.visible[space.number] != expected:
                     raise SimError("a restart brought back other blocks than those that are whole on disk")
 
+    def _forget_gpus(self) -> None:
+        """What the executor was at, and what was on a device, ends with the daemon."""
+        self.executor.jobs.clear()
+        self.copies.clear()
+        for pool, memory in self.memories.items():
+            if pool != HOST_POOL:
+                memory.heads.clear()
+                memory.lost = False
+
     # -- plumbing ------------------------------------------------------------------------------------------------
 
     def send(self, event: Event) -> list[Command]:
@@ -524,7 +573,7 @@ class Simulator:
     def _do(self, command: Command) -> None:
         if isinstance(command, SetGenerations):
             self.executor.set_generations(command)
-        elif isinstance(command, (CopySlots, ComputeChecksum, VerifyParts)):
+        elif isinstance(command, (CopySlots, PromoteSlots, ComputeChecksum, VerifyParts)):
             self.executor.begin(command)
         elif isinstance(command, (WriteRecords, ReadRecords, FreeSegment, CancelReads, RevokeRecords)):
             self._order_disk(command)
@@ -562,6 +611,9 @@ class Simulator:
             disk.begin(command)
 
     def _publish(self, event: Published) -> None:
+        if event.tier is Tier.GPU:
+            self._publish_copies(event)
+            return
         visible = self.visible[event.namespace]
         keys = {event.keys[at : at + KEY_BYTES] for at in range(0, len(event.keys), KEY_BYTES)}
         if event.change is Change.STORED:
@@ -583,13 +635,29 @@ class Simulator:
             # A subtree left: what it held is read off the tree, which `check` compares with everything else.
             self.visible[event.namespace] &= audit.stored_keys(self.planner.state.namespaces[event.namespace])
 
+    def _publish_copies(self, event: Published) -> None:
+        change = {Change.STORED: 1, Change.REMOVED: -1}[event.change]
+        for at in range(0, len(event.keys), KEY_BYTES):
+            self.copies[event.namespace, event.keys[at : at + KEY_BYTES]] += change
+
+    def _check_copies(self) -> None:
+        found: Counter[tuple[int, bytes]] = Counter()
+        for pool, tier in self.planner.state.gpus.items():
+            found += audit.check_copies(tier, self.memories[pool])
+        if found != +self.copies or min(self.copies.values(), default=0) < 0:
+            raise SimError("published events and copies differ")
+        if self.planner.state.stats.tokens.hit[Tier.GPU] != self.sums["from_gpu"]:
+            raise SimError("hits from GPU memory are counted for another tier")
+
     def check(self) -> None:
         """Everything, if anything happened to the planner or to memory."""
-        if not self.dirty and not self.memory.dirty:
+        if not self.dirty and not any(memory.dirty for memory in self.memories.values()):
             return
         if self.dirty:
             invariants.check(self.planner)
-        self.dirty = self.memory.dirty = False
+        self.dirty = False
+        for memory in self.memories.values():
+            memory.dirty = False
         state = self.planner.state
         for space in state.namespaces.values():
             audit.check_bytes(space, self.memory)
@@ -597,6 +665,7 @@ class Simulator:
                 audit.check_records(space, self.disk)
             if audit.stored_keys(space) != self.visible[space.number]:
                 raise SimError("published events and tree differ")
+        self._check_copies()
         self.pins.check()
         self.priorities.check()
         tokens = state.stats.tokens
@@ -608,7 +677,7 @@ class Simulator:
     def prompt(self, namespace: int | None = None) -> Prompt:
         number = self.rng.choice(list(self.specs)) if namespace is None else namespace
         letters = "".join(self.rng.choice("aaaaab") for _ in range(self.rng.choice((1, 2, 3, 4, 4, 4, 6))))
-        if self.disk is not None and self.rng.random() < 0.8:
+        if (self.disk is not None or self.is_gpu) and self.rng.random() < 0.8:
             # A few long prompts again and again: together more than memory holds, so that they come and go.
             letters = self.rng.choice(("aaaa", "aabb", "abab", "bbbb", "baba", "ccaa", "cccc"))
         keys = chain(letters)
@@ -633,9 +702,15 @@ class Simulator:
         if self.disk is not None:
             share, jobs = self.rng.choice((0.1, 0.3, 0.6)), self.rng.choice((1, 4)) * GRANULE
             spec = DiskSpec(self.disk.segment_bytes, share, jobs, 8 * GRANULE, 16 * GRANULE)
+        gpus = [
+            PoolSpec(slabs * 4 * GRANULE, 4 * GRANULE, number, Tier.GPU)
+            for number, slabs in enumerate(self.gpu_slabs, 1)
+        ]
+        policy = self.config.policy if hasattr(self, "config") else self.rng.choice(POLICIES) if self.is_gpu else "lru"
+        gpu = GpuSpec(self.rng.choice((6, 16)) * GRANULE, self.rng.choice((2, 16)) * GRANULE)
         return PlannerConfig(
-            (pool,), generation, ready, every, publish=True, checksum=self.checksum, disk=spec, limits=limits,
-            pin_bytes=int(size * self.pin_share), priority_fades_s=2.0,
+            (pool, *gpus), generation, ready, every, publish=True, checksum=self.checksum, disk=spec, gpu=gpu,
+            policy=policy, limits=limits, pin_bytes=int(size * self.pin_share), priority_fades_s=2.0,
         )  # fmt: skip
 
     def _open_namespaces(self) -> None:

@@ -31,7 +31,8 @@ class Reading:
 
     prompt: Prompt
     reply: Acquired
-    copied: list[tuple[int, int, Tag, tuple[Tag | None, ...]]] | None = None  # slot, generation, expected, bytes
+    copied: list[tuple[int, int, int, Tag, tuple[Tag | None, ...]]] | None = None
+    """Pool, slot, generation, what is expected, what was there."""
     over: bool = False  # the planner ended it
     runs: list[Run] = field(default_factory=list)
     ready: int = 0
@@ -57,19 +58,19 @@ class Reading:
                 raise SimError("what arrived does not follow what was ready")
         self.ready, self.done = news.ready_blocks, news.done
 
-    def copy(self, memory: Memory) -> None:
+    def copy(self, memories: dict[int, Memory]) -> None:
         self.copied = []
         for run in self.runs:
             for place, (slot, generation) in enumerate(zip(run.slots.tolist(), run.generations.tolist(), strict=True)):
                 expected = (self.prompt.namespace, self.prompt.key(run.first_block + place), run.part)
-                self.copied.append((slot, generation, expected, memory.read(slot)))
+                self.copied.append((run.pool, slot, generation, expected, memories[run.pool].read(slot)))
 
-    def compare(self, memory: Memory) -> bool:
+    def compare(self, memories: dict[int, Memory]) -> bool:
         """Whether what was copied may be used; raises if that would be wrong bytes or a broken promise."""
         fine = True
-        for slot, generation, expected, content in self.copied or ():
-            if memory.generation(slot) != generation:
-                if not self.over:
+        for pool, slot, generation, expected, content in self.copied or ():
+            if memories[pool].generation(slot) != generation:
+                if not self.over and not memories[pool].lost:
                     raise SimError(f"slot {slot} got another owner under a live lease")
                 fine = False
             elif content != (expected,) * HEADS:
@@ -110,6 +111,7 @@ class Worker:
 
     session: bytes
     can_map: bool
+    gpus: tuple[int, ...] = ()
     readings: dict[bytes, Reading] = field(default_factory=dict)
     writings: dict[bytes, Writing] = field(default_factory=dict)
     dead: bool = False

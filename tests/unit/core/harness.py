@@ -21,7 +21,7 @@ from prefixcache.core.events import (
     SessionEnded,
     SessionOpened,
 )
-from prefixcache.core.ids import GroupKind
+from prefixcache.core.ids import GroupKind, Tier
 from prefixcache.core.planner import Planner
 from prefixcache.core.reasons import Kind, Refusal
 from prefixcache.core.spec import GroupSpec, NamespaceSpec, PartSpec, PlannerConfig, PoolSpec
@@ -51,11 +51,15 @@ def name(number: int) -> bytes:
 
 
 class Harness:
-    """`now` moves only when a test says so."""
+    """`now` moves only when a test says so. gpu_slots: of a GPU pool (number 1), 0 for none."""
 
-    def __init__(self, slots: int = 64, slab_slots: int = 16, spec: NamespaceSpec = ONE_PART, **config: Any) -> None:
-        pool = PoolSpec(slots * GRANULE, slab_slots * GRANULE)
-        self.planner = Planner(PlannerConfig((pool,), **config))
+    def __init__(
+        self, slots: int = 64, slab_slots: int = 16, spec: NamespaceSpec = ONE_PART, gpu_slots: int = 0, **config: Any
+    ) -> None:
+        pools = [PoolSpec(slots * GRANULE, slab_slots * GRANULE)]
+        if gpu_slots:
+            pools.append(PoolSpec(gpu_slots * GRANULE, slab_slots * GRANULE, 1, Tier.GPU))
+        self.planner = Planner(PlannerConfig(tuple(pools), **config))
         self.now = 0.0
         self.ids = 0
         self.all: list[Command] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -71,7 +71,8 @@ def table(*columns: str) -> Table:
 
     drawn = Table(box=SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
-        drawn.add_column(column, justify="left" if number < 2 else "right", no_wrap=number > 0, overflow="fold")
+        side: Literal["left", "right"] = "left" if number < 2 else "right"
+        drawn.add_column(column, justify=side, no_wrap=number > 0, overflow="fold", min_width=0 if number else 12)
     return drawn
 
 

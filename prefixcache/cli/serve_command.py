@@ -26,19 +26,23 @@ def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
     """`command`, whose `**flags` become one option per configuration key, each None when not given."""
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    keys = [_parameter(item.name, item.type, item.metadata["doc"]) for item in fields(Config)]
+    keys = [
+        _parameter(item.name, item.type, item.metadata["doc"], repeatable="repeatable" in item.metadata)
+        for item in fields(Config)
+    ]
     command.__signature__ = signature.replace(parameters=[*own, *keys])  # type: ignore[attr-defined]  # functions take any attribute
     del command.__annotations__["flags"]
     return command
 
 
-def _parameter(key: str, kind: object, doc: str) -> inspect.Parameter:
+def _parameter(key: str, kind: object, doc: str, *, repeatable: bool) -> inspect.Parameter:
     flag = key.replace("_", "-")
     text = f"{doc[0].upper()}{doc[1:]}."
     switch = kind in (bool, "bool")
     names = f"--{flag}/--no-{flag}" if switch else f"--{flag}"
     option: Any = typer.Option(names, help=text, show_default=False, metavar=None if switch else _metavar(key))
-    annotation: Any = Annotated[bool | None if switch else str | None, option]
+    plain: Any = list[str] | None if repeatable else str | None
+    annotation: Any = Annotated[bool | None if switch else plain, option]
     return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
@@ -48,6 +52,8 @@ def _metavar(key: str) -> str:
         return "HOST:PORT"
     if key.endswith("bytes"):
         return "SIZE"
+    if key == "gpu":
+        return "DEVICE=SIZE"
     return "TIME" if key.endswith(("ttl", "ttl_max", "timeout")) else key.rsplit("_", 1)[-1].upper()
 
 

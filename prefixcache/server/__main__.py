@@ -18,7 +18,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, help="TOML file; PREFIXCACHE_CONFIG otherwise")
     parser.add_argument("--ready-fd", type=int, help="gets a newline when the server is ready")
     for item in fields(Config):
-        parser.add_argument(f"--{item.name.replace('_', '-')}", help=item.metadata["doc"])
+        action = "append" if item.metadata.get("repeatable") else "store"
+        parser.add_argument(f"--{item.name.replace('_', '-')}", help=item.metadata["doc"], action=action)
     flags = vars(parser.parse_args(arguments))
     file, ready_fd = flags.pop("config"), flags.pop("ready_fd")
     try:

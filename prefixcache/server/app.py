@@ -28,6 +28,7 @@ from prefixcache.server.config import DEFAULT_HTTP, Config, ConfigError, Loaded
 from prefixcache.server.disk import DiskStore, flush
 from prefixcache.server.dispatch import CallCounters
 from prefixcache.server.executor import Executor
+from prefixcache.server.gpu import GpuStore
 from prefixcache.server.grpc_server import GrpcServer
 from prefixcache.server.health import GrpcHealth, Health
 from prefixcache.server.heartbeats import Heartbeats
@@ -80,9 +81,12 @@ class Daemon:
             raise ConfigError(f"host_bytes: a pool of {units.format_size(config.host_bytes)}: {error}") from error
         self.heartbeats = Heartbeats()
         self.counters = CallCounters()
+        self.gpus = self._open_gpus()
         self.disk = self._open_disk()
-        self.planner = Planner(_planner_config(config, self.memory, self.disk))
-        self.executor = Executor({HOST_POOL: self.memory.pool}, self.heartbeats.register("executor", _BEAT_LIMIT_S))
+        self.planner = Planner(_planner_config(config, self.memory, self.disk, self.gpus))
+        self.executor = Executor(
+            {HOST_POOL: self.memory.pool}, self.heartbeats.register("executor", _BEAT_LIMIT_S), self.gpus.pools
+        )
         self.owner = Owner(self.planner, self.executor.orders)
         self.shell = Shell(
             config,
@@ -94,6 +98,8 @@ class Daemon:
             digest_of=self._digest_of,
             blocks_of=lambda namespace: self.planner.state.namespaces[namespace].table.used,
         )
+        self.executor.orders.update(self.gpus.orders)
+        self.shell.gpus = self.gpus
         if self.disk is not None:
             self.executor.orders.update(self.disk.orders)
             self.shell.clear_lasts = self.disk.wait_revoked
@@ -102,6 +108,7 @@ class Daemon:
         self.statistics = Statistics(self.shell, self.planner, self.memory, self.health, self.counters)
         self.statistics.backlog = lambda: self.executor.backlog
         self.statistics.disk = self.disk.report if self.disk is not None else None
+        self.statistics.gpus = self.gpus if config.gpu else None
         self.pins = PinBook(self.shell, self.planner, self.disk.usable_folder if self.disk is not None else None)
         self.admin = AdminCalls(
             self.shell, self.statistics, PinCalls(self.shell, self.planner, self.pins), self.stopping.set
@@ -149,6 +156,7 @@ class Daemon:
         self._grpc_health.refresh()
         self.timer.stop()  # before the pools that its chores use
         self._end_transports()
+        self.gpus.close()
         if self.disk is None or self.disk.stop():
             self.memory.close()  # else a read that hangs in the kernel still has its place in the pool
         self.place.close()
@@ -171,6 +179,15 @@ class Daemon:
         if is_warm:
             take_snapshot(self.owner, self.memory, self.pins.entries())
 
+    def _open_gpus(self) -> GpuStore:
+        """The GPU pools, maybe none. Raises ConfigError where a device can never be used."""
+        try:
+            return GpuStore(self.config, self.memory.pool)
+        except ConfigError:
+            self.memory.close()
+            self.place.close()
+            raise
+
     def _open_disk(self) -> DiskStore | None:
         """The disk tier, if one is configured. Raises ConfigError where its directory can never be used."""
         if not self.config.disk:
@@ -178,6 +195,7 @@ class Daemon:
         try:
             return DiskStore(self.config, self.memory.pool, self.heartbeats.register("disk", _BEAT_LIMIT_S))
         except ConfigError:
+            self.gpus.close()
             self.memory.close()
             self.place.close()
             raise
@@ -192,6 +210,7 @@ class Daemon:
     def _start(self) -> None:
         config = self.config
         self.executor.start(self.owner.call)
+        self.gpus.start(self.executor.later)
         if config.warm_restart:
             pinned = restore(self.owner, self.memory)
             for space in self.planner.state.namespaces.values():
@@ -272,6 +291,7 @@ class Daemon:
         troubles = [f"host pool {state}: {detail}"] if state != "on" else []
         if self.disk is not None and (trouble := self.disk.trouble()):
             troubles.append(trouble)
+        troubles += self.gpus.troubles(self.planner)
         return [*troubles, "draining"] if self.shell.draining else troubles
 
 
@@ -310,9 +330,9 @@ def release() -> str:
         return "0+unknown"
 
 
-def _planner_config(config: Config, memory: HostMemory, disk: DiskStore | None) -> PlannerConfig:
+def _planner_config(config: Config, memory: HostMemory, disk: DiskStore | None, gpus: GpuStore) -> PlannerConfig:
     return PlannerConfig(
-        pools=(PoolSpec(memory.size_bytes, memory.slab_bytes),),
+        pools=(PoolSpec(memory.size_bytes, memory.slab_bytes), *gpus.specs()),
         # Random, so that no restart repeats a generation that a worker still remembers.
         first_generation=secrets.randbits(_GENERATION_BITS) + 1,
         # A pool that was found again is in memory already, and its slots must be there for the snapshot.

@@ -46,6 +46,12 @@ def _text(default: str | Callable[[], str], doc: str) -> Any:
     return _key(default, str, str, doc)
 
 
+def _list(doc: str) -> Any:
+    """Texts without commas, as one; the flag may be repeated, the file may have a list."""
+    plain = _text("", doc)
+    return field(default_factory=str, metadata={**plain.metadata, "repeatable": True})
+
+
 def _count(default: int, doc: str) -> Any:
     return _key(default, int, str, doc)
 
@@ -75,6 +81,7 @@ class Config:
     disk_codec: str = _text(
         "auto", "form of blocks on disk: raw, lossless (smaller, bit exact), or auto: lossless where loads get faster"
     )
+    gpu: str = _list("GPU memory for copies of hot blocks: DEVICE=SIZE, repeatable (cuda:0=8GiB; cpu=64MiB to try)")
     policy: str = _text(DEFAULT_POLICY, f"which cached block goes first: {', '.join(POLICIES)}")
     pin_bytes: int = _size(0, "bytes that pinned blocks may take; 0: a quarter of the pool, half of a smaller disk")
     pin_ttl: float = _time(86_400.0, "how long a pin holds that asks for no time")
@@ -166,7 +173,7 @@ def load(
     if path is not None:
         _merge(values, sources, _read_file(path), lambda key: f"file {path}")
     _merge(values, sources, _read_environ(environ), lambda key: f"env {ENV_PREFIX}{key.upper()}")
-    given = {key: value for key, value in (flags or {}).items() if value is not None}
+    given = {key: value for key, value in (flags or {}).items() if value not in (None, [], ())}
     _merge(values, sources, given, lambda key: f"flag --{key.replace('_', '-')}")
     return Loaded(Config(**values), sources)
 
@@ -181,6 +188,8 @@ def _merge(
             hint = f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(known)}"
             raise ConfigError(f"unknown key {key!r} ({source(key)}){hint}")
         try:
+            if known[key].metadata.get("repeatable") and isinstance(value, list | tuple):
+                value = ",".join(map(str, value))
             values[key] = _convert(known[key].metadata["parse"], value)
         except ValueError as error:
             raise ConfigError(f"{key} ({source(key)}): {error}") from error
@@ -240,6 +249,10 @@ def _check(config: Config) -> None:
         raise ConfigError(f"max_message_bytes must be at least {units.format_size(_LEAST_MESSAGE_BYTES)}")
     _check_pins(config)
     _one_of("disk_codec", config.disk_codec, ("auto", "raw", "lossless"))
+    try:
+        units.parse_devices(config.gpu)
+    except ValueError as error:
+        raise ConfigError(f"gpu: {error}") from error
     _one_of("policy", config.policy, POLICIES)
     _one_of("log_format", config.log_format, ("human", "json"))
     _one_of("log_level", config.log_level, ("debug", "info", "warning", "error"))

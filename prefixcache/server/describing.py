@@ -66,12 +66,16 @@ def describe_blocks(
 
 def _tiers(space: Namespace, rows: Rows) -> list[list[common.Tier.ValueType]]:
     """Which tiers hold every part of each block."""
-    if not space.on_disk:
+    if not space.on_disk and not space.copies:
         return [[common.TIER_HOST]] * len(rows)
-    in_memory = (space.table.parts[0].slots[rows] != NO_SLOT).tolist()
-    on_disk = space.table.is_clean(rows).tolist()
+    on_gpu = np.zeros(len(rows), np.bool_)
+    for _, copies in space.copies:
+        on_gpu |= copies.held(rows)
+    in_memory = space.table.parts[0].slots[rows] != NO_SLOT
+    on_disk = space.table.is_clean(rows) if space.on_disk else np.zeros(len(rows), np.bool_)
     return [
-        [common.TIER_HOST] * memory + [common.TIER_DISK] * disk for memory, disk in zip(in_memory, on_disk, strict=True)
+        [common.TIER_GPU] * gpu + [common.TIER_HOST] * memory + [common.TIER_DISK] * disk
+        for gpu, memory, disk in zip(on_gpu.tolist(), in_memory.tolist(), on_disk.tolist(), strict=True)
     ]
 
 

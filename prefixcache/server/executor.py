@@ -21,6 +21,7 @@ import numpy.typing as npt
 from prefixcache.core import commands as c
 from prefixcache.core import events as e
 from prefixcache_offload.checksum import DIGEST_BYTES, checksum
+from prefixcache_offload.gpu import DevicePool
 from prefixcache_offload.pool import HostPool
 
 log = logging.getLogger(__name__)
@@ -50,8 +51,12 @@ def _be_nice() -> None:
 class Executor:
     """Owns the background thread; `orders` is the table for `loop.Owner`."""
 
-    def __init__(self, pools: Mapping[int, HostPool], beat: Callable[[], None]) -> None:
+    def __init__(
+        self, pools: Mapping[int, HostPool], beat: Callable[[], None], devices: Mapping[int, DevicePool] | None = None
+    ) -> None:
+        """`devices`: pools of which only generations are written here."""
         self._pools = pools
+        self._devices = devices or {}
         self._beat = beat
         self._queue: queue.PriorityQueue[tuple[Urgency, int, Work | None]] = queue.PriorityQueue()
         self._serials = itertools.count()
@@ -64,6 +69,10 @@ class Executor:
             c.ComputeChecksum: lambda order: self._put(Urgency.LATER, lambda: self._compute(order)),
             c.VerifyParts: lambda order: self._put(Urgency.NOW, lambda: self._verify(order)),
         }
+
+    def later(self, work: Work) -> None:
+        """Report an event from the background thread, soon."""
+        self._put(Urgency.SOON, work)
 
     @property
     def backlog(self) -> int:
@@ -106,7 +115,8 @@ class Executor:
         self._queue.put((urgency, next(self._serials), work))
 
     def _set_generations(self, order: c.SetGenerations) -> None:
-        self._pools[order.pool].control[order.slots] = order.generation
+        pool = self._pools.get(order.pool) or self._devices[order.pool]
+        pool.control[order.slots] = order.generation
 
     def _copy(self, order: c.CopySlots) -> e.Event:
         pool = self._pools[order.pool]

@@ -19,6 +19,7 @@ _GAUGES = frozenset(
     {"disk_write_amplification_permille", "slots_quarantined", "sessions_open", "background_orders", "pins"}
 )
 _TIERS = ("gpu", "host", "disk", "peer")
+_KINDS = ("capacity", "ready", "used", "filling", "quarantined", "leased", "pinned")
 
 
 class Metrics(Collector):
@@ -55,6 +56,9 @@ class Metrics(Collector):
         yield _labelled(stats.counters, "prefetch_stops", ["reason"])
         yield _labelled(stats.counters, "pins_ended", ["reason"])
         yield _labelled(stats.counters, "refused_calls", ["method", "reason"])
+        if any(tier.tier == common.TIER_GPU for tier in stats.tiers):
+            for name in ("gpu_drops", "promotions_skipped"):
+                yield _labelled(stats.counters, name, ["reason"])
         if any(tier.tier == common.TIER_DISK for tier in stats.tiers):
             yield _labelled(stats.counters, "disk_drops", ["reason"])
             yield _labelled(stats.counters, "disk_recovery", ["finding"])
@@ -94,14 +98,25 @@ def _tiers(tiers: Iterable[pb.TierStats]) -> Iterator[Metric]:
     blocks = GaugeMetricFamily("prefixcache_tier_blocks", "Visible blocks", labels=["tier"])
     evicted = CounterMetricFamily("prefixcache_tier_evicted_blocks", "Blocks evicted", labels=["tier"])
     works = GaugeMetricFamily("prefixcache_tier_on", "1 while the tier works as it should", labels=["tier"])
-    for tier in tiers:
+    for tier in _by_tier(tiers):
         name = common.Tier.Name(tier.tier).removeprefix("TIER_").lower()
-        for kind in ("capacity", "ready", "used", "filling", "quarantined", "leased", "pinned"):
+        for kind in _KINDS:
             by_kind.add_metric([name, kind], getattr(tier, f"{kind}_bytes"))
         blocks.add_metric([name], tier.blocks)
         evicted.add_metric([name], tier.evicted_blocks)
         works.add_metric([name], float(tier.state == "on"))
     yield from (by_kind, blocks, evicted, works)
+
+
+def _by_tier(rows: Iterable[pb.TierStats]) -> Iterable[pb.TierStats]:
+    """One row a tier: GPU pools are added up, and the tier is on when all of them are."""
+    sums: dict[int, pb.TierStats] = {}
+    for row in rows:
+        known = sums.setdefault(row.tier, pb.TierStats(tier=row.tier, state=row.state))
+        known.state = known.state if row.state == "on" else row.state
+        for field in (*(f"{kind}_bytes" for kind in _KINDS), "blocks", "evicted_blocks"):
+            setattr(known, field, getattr(known, field) + getattr(row, field))
+    return sums.values()
 
 
 def _namespaces(namespaces: Iterable[pb.NamespaceStats]) -> Iterator[Metric]:

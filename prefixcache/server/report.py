@@ -75,6 +75,7 @@ def _tier(tier: admin_pb2.TierStats) -> dict[str, Any]:
         "pin_budget_bytes": tier.pin_budget_bytes,
         "blocks": tier.blocks,
         "evicted_blocks": tier.evicted_blocks,
+        "device": tier.device,
     }
 
 

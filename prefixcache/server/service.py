@@ -17,6 +17,7 @@ from prefixcache.core.spec import NamespaceSpec
 from prefixcache.server import layouts
 from prefixcache.server.config import Config
 from prefixcache.server.errors import CallError
+from prefixcache.server.gpu import GpuStore
 from prefixcache.server.holdings import Holdings
 from prefixcache.server.layouts import Namespace
 from prefixcache.server.loop import Owner
@@ -24,10 +25,18 @@ from prefixcache.server.reasons import refusal
 from prefixcache.server.sessions import Session, Sessions
 from prefixcache.v1 import cache_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
+from prefixcache_offload.export import HandleKind, PoolExport
 from prefixcache_offload.pool import HostPool
+from prefixcache_offload.units import control_bytes
 
 PROTOCOL: Final = 1
 _MAX_NAME: Final = 200
+_TIERS: Final = {"host": common.TIER_HOST, "gpu": common.TIER_GPU}
+_HANDLES: Final = {
+    HandleKind.MEMFD: common.POOL_HANDLE_UNSPECIFIED,
+    HandleKind.CUDA_FD: common.POOL_HANDLE_CUDA_FD,
+    HandleKind.CUDA_IPC: common.POOL_HANDLE_CUDA_IPC,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,7 @@ class Shell:
     namespace_opened: Callable[[bytes], object] = lambda _: None  # told of a new one's fingerprint, under the lock
     clear_lasts: Callable[[], object] = lambda: None  # waits until a clear would survive a crash
     digest_of: Callable[[bytes, int, int, int], bytes] = lambda *_: b""
+    gpus: GpuStore | None = None
 
     def __post_init__(self) -> None:
         self.sessions = Sessions(self.config.max_sessions)
@@ -76,6 +86,13 @@ class Shell:
             raise CallError(
                 common.REASON_NAMESPACE_UNKNOWN, f"namespace {number} is unknown since this server started; open it"
             ) from None
+
+    def export(self, number: int) -> PoolExport:
+        """What another process needs to reach a pool. Raises CallError where there is none."""
+        pool = self.pools.get(number) or (self.gpus.pools.get(number) if self.gpus is not None else None)
+        if pool is None:
+            raise CallError(common.REASON_BAD_ARGUMENT, f"there is no pool {number}; OpenSession lists them")
+        return pool.export()
 
     def add_namespace(
         self, number: int, fingerprint: bytes, spec: NamespaceSpec, label: str, value_bytes: tuple[int, ...] = ()
@@ -151,8 +168,11 @@ class SessionCalls:
         session = shell.sessions.open(
             request.client_name, transport, ttl_s, pid=pid, process=process, can_map=can_map
         )  # fmt: skip
+        if transport == "local" and shell.gpus is not None:
+            session.gpu_pools = shell.gpus.pools_on(request.devices)
         try:
-            expect(shell.owner.call(e.SessionOpened(session.id, can_map, session.name)), c.SessionReady)
+            opened = e.SessionOpened(session.id, can_map, session.name, session.gpu_pools)
+            expect(shell.owner.call(opened), c.SessionReady)
         except CallError:
             shell.sessions.remove(session)
             raise
@@ -167,7 +187,7 @@ class SessionCalls:
             ttl_ms=int(session.ttl_s * 1000),
             incarnation=shell.incarnation,
             server_version=shell.version,
-            pools=[pool_message(pool) for pool in shell.pools.values()],
+            pools=[export_message(shell.export(pool)) for pool in (*shell.pools, *session.gpu_pools)],
             local_channel=shell.local_channel,
         )
 
@@ -200,13 +220,16 @@ class SessionCalls:
         return pb.OpenNamespaceResponse(namespace_id=ready.namespace, block_bytes=block_bytes, known=known)
 
 
-def pool_message(pool: HostPool) -> common.Pool:
+def export_message(export: PoolExport) -> common.Pool:
     """A pool as workers are told about it."""
-    about = pool.descriptor
+    about = export.descriptor
     return common.Pool(
         pool=about.pool_id,
-        tier=common.TIER_HOST,
+        tier=_TIERS[about.tier],
         size_bytes=about.size_bytes,
         writable=about.writable,
-        control_bytes=pool.control.nbytes,
+        control_bytes=control_bytes(about.size_bytes),
+        handle=_HANDLES[export.handle],
+        device=export.device_uuid,
+        ipc_handle=export.ipc_handle,
     )

@@ -32,6 +32,7 @@ class Session:
     opened_at: float
     last_seen: float
     root_keys: dict[int, bytes] = field(default_factory=dict)
+    gpu_pools: tuple[int, ...] = ()
     ended: bool = False
     writes: threading.Lock = field(default_factory=threading.Lock)
 

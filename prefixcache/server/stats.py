@@ -17,6 +17,7 @@ from prefixcache.server.describing import TickTimes, describe_blocks
 from prefixcache.server.disk_report import DiskReport
 from prefixcache.server.dispatch import CallCounters
 from prefixcache.server.errors import reason_name
+from prefixcache.server.gpu import GpuStore
 from prefixcache.server.health import Health
 from prefixcache.server.memory import HostMemory
 from prefixcache.server.service import Shell
@@ -41,6 +42,7 @@ class Statistics:
         self.addresses: list[str] = []
         self.backlog: Callable[[], int] = lambda: 0
         self.disk: DiskReport | None = None  # where there is a disk tier
+        self.gpus: GpuStore | None = None  # where there is a GPU tier
         self._tick_times = TickTimes()
 
     def snapshot(self) -> pb.GetStatsResponse:
@@ -62,6 +64,9 @@ class Statistics:
         with shell.owner.lock:
             stats = self._planner.state.stats
             response.tokens.CopyFrom(_token_sums(stats.tokens))
+            if self.gpus is not None:
+                response.tiers.extend(self.gpus.tier_stats(self._planner))
+                response.counters.extend(self.gpus.counters(self._planner, stats))
             response.tiers.append(self._host_tier(stats))
             if self.disk is not None:
                 response.tiers.append(self.disk.tier_stats(self._planner))
@@ -153,7 +158,8 @@ class Statistics:
         total = 0
         for lease in self._shell.holdings.leases.values():
             sizes = lease.namespace.part_bytes
-            total += sum(len(run.slots) * -(-sizes[run.part] // SLOT_GRANULE) for run in lease.runs)
+            runs = [run for run in lease.runs if run.pool == HOST_POOL]
+            total += sum(len(run.slots) * -(-sizes[run.part] // SLOT_GRANULE) for run in runs)
         return min(total * SLOT_GRANULE, self._planner.state.pools[HOST_POOL].used_bytes)
 
     def _namespaces(self) -> Iterable[pb.NamespaceStats]:

@@ -69,7 +69,10 @@ class StreamCalls:
     ) -> Iterator[pb.ReadBlocksResponse]:
         pool_id, slot, generation = place
         part, block = which
-        pool = self._shell.pools[pool_id]
+        pool = self._shell.pools.get(pool_id)
+        if pool is None:
+            text = f"block {block} is in GPU pool {pool_id}, which this session said it maps; copy it from there"
+            raise CallError(common.REASON_BAD_ARGUMENT, text)
         source = pool.slot(slot, lease.namespace.part_bytes[part])
         for offset in range(0, source.size, PIECE_BYTES):
             data = source[offset : offset + PIECE_BYTES].tobytes()

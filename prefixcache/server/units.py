@@ -14,6 +14,7 @@ _SIZE_UNITS: Final = {
 }  # fmt: skip
 _TIME_UNITS: Final = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_DEVICE: Final = re.compile(r"cpu|cuda:[A-Za-z0-9-]+")
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 _MAX_PORT: Final = 65535
@@ -37,6 +38,24 @@ def parse_bool(text: str) -> bool:
     if word in _FALSE:
         return False
     raise ValueError(f"expected true or false, got {text!r}")
+
+
+def parse_devices(text: str) -> list[tuple[str, int]]:
+    """(device, bytes) of `cuda:0=8GiB,cuda:1=8GiB` or `cpu=64MiB`; empty text: none. Raises ValueError."""
+    found = []
+    for item in (item.strip() for item in text.split(",") if item.strip()):
+        device, equals, size = item.partition("=")
+        if not equals or not _DEVICE.fullmatch(device.strip()):
+            raise ValueError(
+                f"expected DEVICE=SIZE such as cuda:0=8GiB, cuda:GPU-<uuid>=8GiB or cpu=64MiB, got {item!r}"
+            )
+        found.append((device.strip(), parse_size(size)))
+        if found[-1][1] <= 0:
+            raise ValueError(f"the pool on {device.strip()} needs a size above 0")
+    names = [device for device, _ in found]
+    if len(set(names)) != len(names):
+        raise ValueError("a device is listed twice; give it one size")
+    return found
 
 
 def parse_host_port(text: str) -> tuple[str, int]:

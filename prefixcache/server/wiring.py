@@ -8,16 +8,14 @@ from prefixcache.core import commands as c
 from prefixcache.server.admin_calls import AdminCalls, unimplemented
 from prefixcache.server.cache_calls import CacheCalls
 from prefixcache.server.dispatch import CallCounters, local_call, parse
-from prefixcache.server.errors import CallError
 from prefixcache.server.grpc_server import ADMIN_SERVICE, CACHE_SERVICE, GrpcCalls, GrpcServer
 from prefixcache.server.local_channel import Backend
 from prefixcache.server.pin_calls import PinCalls
 from prefixcache.server.processes import Process
-from prefixcache.server.service import Method, SessionCalls, Shell, pool_message
+from prefixcache.server.service import Method, SessionCalls, Shell, export_message
 from prefixcache.server.sessions import Session
 from prefixcache.server.streams import StreamCalls
 from prefixcache.v1 import admin_pb2, cache_pb2, local_pb2
-from prefixcache.v1 import common_pb2 as pb
 
 Answers = dict[str, Callable[[Any, Any], Any]]
 
@@ -133,10 +131,8 @@ def _open_local(sessions: SessionCalls, opening: Method, payload: bytes, process
 
 def _map_pool(shell: Shell, payload: bytes) -> tuple[bytes, tuple[int, ...]]:
     request = parse(Method("MapPool", local_pb2.MapPoolRequest.FromString, unimplemented("MapPool")), payload)
-    pool = shell.pools.get(request.pool)
-    if pool is None:
-        raise CallError(pb.REASON_BAD_ARGUMENT, f"there is no pool {request.pool}; OpenSession lists them")
-    return local_pb2.MapPoolResponse(pool=pool_message(pool)).SerializeToString(), pool.export_fds()
+    export = shell.export(request.pool)
+    return local_pb2.MapPoolResponse(pool=export_message(export)).SerializeToString(), export.fds
 
 
 def _request(module: Any, name: str) -> Callable[[bytes], Any]:

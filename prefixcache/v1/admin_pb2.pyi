@@ -767,6 +767,7 @@ class TierStats(google.protobuf.message.Message):
     DETAIL_FIELD_NUMBER: builtins.int
     PINNED_BYTES_FIELD_NUMBER: builtins.int
     PIN_BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
     tier: prefixcache.v1.common_pb2.Tier.ValueType
     """The tier."""
     capacity_bytes: builtins.int
@@ -793,6 +794,8 @@ class TierStats(google.protobuf.message.Message):
     """Bytes of blocks that are pinned, stored or not yet (host only)."""
     pin_budget_bytes: builtins.int
     """Bytes that pins may take (host only)."""
+    device: builtins.str
+    """The device of a GPU pool: one row each."""
     def __init__(
         self,
         *,
@@ -809,8 +812,9 @@ class TierStats(google.protobuf.message.Message):
         detail: builtins.str = ...,
         pinned_bytes: builtins.int = ...,
         pin_budget_bytes: builtins.int = ...,
+        device: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "detail", b"detail", "evicted_blocks", b"evicted_blocks", "filling_bytes", b"filling_bytes", "leased_bytes", b"leased_bytes", "pin_budget_bytes", b"pin_budget_bytes", "pinned_bytes", b"pinned_bytes", "quarantined_bytes", b"quarantined_bytes", "ready_bytes", b"ready_bytes", "state", b"state", "tier", b"tier", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "detail", b"detail", "device", b"device", "evicted_blocks", b"evicted_blocks", "filling_bytes", b"filling_bytes", "leased_bytes", b"leased_bytes", "pin_budget_bytes", b"pin_budget_bytes", "pinned_bytes", b"pinned_bytes", "quarantined_bytes", b"quarantined_bytes", "ready_bytes", b"ready_bytes", "state", b"state", "tier", b"tier", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___TierStats = TierStats
 

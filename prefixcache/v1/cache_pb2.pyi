@@ -58,6 +58,7 @@ class OpenSessionRequest(google.protobuf.message.Message):
     PROTOCOL_MIN_FIELD_NUMBER: builtins.int
     PROTOCOL_MAX_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
+    DEVICES_FIELD_NUMBER: builtins.int
     client_name: builtins.str
     """For people: shown by `status`. At most 200 characters."""
     protocol_min: builtins.int
@@ -66,6 +67,13 @@ class OpenSessionRequest(google.protobuf.message.Message):
     """Newest protocol version the client speaks."""
     ttl_ms: builtins.int
     """Wanted time to live without a sign of life; the server may shorten it. 0 takes the server's default."""
+    @property
+    def devices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Devices whose memory this worker maps, each a UUID as nvidia-smi shows it ("GPU-...") or "cpu" for the stand-in. The
+        pools on them are among OpenSessionResponse.pools, and Acquire names copies in them in front of places in host memory.
+        A worker that cannot map one after all opens another session without it. Local channel only; ignored elsewhere.
+        """
+
     def __init__(
         self,
         *,
@@ -73,8 +81,9 @@ class OpenSessionRequest(google.protobuf.message.Message):
         protocol_min: builtins.int = ...,
         protocol_max: builtins.int = ...,
         ttl_ms: builtins.int = ...,
+        devices: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "devices", b"devices", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 global___OpenSessionRequest = OpenSessionRequest
 
@@ -327,7 +336,9 @@ class AcquireResponse(google.protobuf.message.Message):
     """For foreign namespaces: one bit per key, least significant first."""
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[prefixcache.v1.common_pb2.PartRun]:
-        """Slots to copy from."""
+        """Slots to copy from. Of each part the first blocks may be in a GPU pool that the session maps, those behind them in
+        host memory.
+        """
 
     @property
     def tokens(self) -> prefixcache.v1.common_pb2.TierTokens:

@@ -300,6 +300,30 @@ NAMESPACE_KIND_FOREIGN: NamespaceKind.ValueType  # 2
 """Opaque keys of one engine; never shared across engines."""
 global___NamespaceKind = NamespaceKind
 
+class _PoolHandle:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PoolHandleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PoolHandle.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    POOL_HANDLE_UNSPECIFIED: _PoolHandle.ValueType  # 0
+    """A sealed memory file, mapped."""
+    POOL_HANDLE_CUDA_FD: _PoolHandle.ValueType  # 1
+    """A descriptor of an allocation on a CUDA device."""
+    POOL_HANDLE_CUDA_IPC: _PoolHandle.ValueType  # 2
+    """Legacy CUDA IPC."""
+
+class PoolHandle(_PoolHandle, metaclass=_PoolHandleEnumTypeWrapper):
+    """How another process reaches a pool's bytes."""
+
+POOL_HANDLE_UNSPECIFIED: PoolHandle.ValueType  # 0
+"""A sealed memory file, mapped."""
+POOL_HANDLE_CUDA_FD: PoolHandle.ValueType  # 1
+"""A descriptor of an allocation on a CUDA device."""
+POOL_HANDLE_CUDA_IPC: PoolHandle.ValueType  # 2
+"""Legacy CUDA IPC."""
+global___PoolHandle = PoolHandle
+
 @typing.final
 class Error(google.protobuf.message.Message):
     """What went wrong, the same on every transport: the payload of a failed call on the local channel, and packed in the
@@ -583,6 +607,9 @@ class Pool(google.protobuf.message.Message):
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     WRITABLE_FIELD_NUMBER: builtins.int
     CONTROL_BYTES_FIELD_NUMBER: builtins.int
+    HANDLE_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
+    IPC_HANDLE_FIELD_NUMBER: builtins.int
     pool: builtins.int
     """Number used in runs and grants."""
     tier: global___Tier.ValueType
@@ -593,6 +620,12 @@ class Pool(google.protobuf.message.Message):
     """Whether workers may write their blocks through a mapping; otherwise they use WriteBlocks."""
     control_bytes: builtins.int
     """Bytes of the control memory: one little-endian u64 generation per 4 KiB of pool."""
+    handle: global___PoolHandle.ValueType
+    """What the bytes are reached through."""
+    device: builtins.str
+    """GPU pools: the device they are on, as in OpenSessionRequest.devices."""
+    ipc_handle: builtins.bytes
+    """With POOL_HANDLE_CUDA_IPC: the handle, 64 bytes. No descriptor comes for the memory then."""
     def __init__(
         self,
         *,
@@ -601,8 +634,11 @@ class Pool(google.protobuf.message.Message):
         size_bytes: builtins.int = ...,
         writable: builtins.bool = ...,
         control_bytes: builtins.int = ...,
+        handle: global___PoolHandle.ValueType = ...,
+        device: builtins.str = ...,
+        ipc_handle: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["control_bytes", b"control_bytes", "pool", b"pool", "size_bytes", b"size_bytes", "tier", b"tier", "writable", b"writable"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["control_bytes", b"control_bytes", "device", b"device", "handle", b"handle", "ipc_handle", b"ipc_handle", "pool", b"pool", "size_bytes", b"size_bytes", "tier", b"tier", "writable", b"writable"]) -> None: ...
 
 global___Pool = Pool
 

@@ -55,7 +55,9 @@ class _MethodEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     METHOD_LOOKUP: _Method.ValueType  # 9
     """CacheService.Lookup."""
     METHOD_MAP_POOL: _Method.ValueType  # 10
-    """MapPoolRequest, answered by MapPoolResponse with two descriptors: the pool's memory and its control memory."""
+    """MapPoolRequest, answered by MapPoolResponse with two descriptors: the pool's memory and its control memory; with the
+    latter alone where Pool.handle is POOL_HANDLE_CUDA_IPC.
+    """
     METHOD_ECHO: _Method.ValueType  # 11
     """Answers the payload it was sent; for measuring."""
     METHOD_KEEP_ALIVE: _Method.ValueType  # 12
@@ -91,7 +93,9 @@ METHOD_ABORT: Method.ValueType  # 8
 METHOD_LOOKUP: Method.ValueType  # 9
 """CacheService.Lookup."""
 METHOD_MAP_POOL: Method.ValueType  # 10
-"""MapPoolRequest, answered by MapPoolResponse with two descriptors: the pool's memory and its control memory."""
+"""MapPoolRequest, answered by MapPoolResponse with two descriptors: the pool's memory and its control memory; with the
+latter alone where Pool.handle is POOL_HANDLE_CUDA_IPC.
+"""
 METHOD_ECHO: Method.ValueType  # 11
 """Answers the payload it was sent; for measuring."""
 METHOD_KEEP_ALIVE: Method.ValueType  # 12

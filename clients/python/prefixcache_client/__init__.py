@@ -15,6 +15,7 @@ Importing it imports numpy and protobuf; gRPC is imported when the local channel
 from prefixcache_client.aio import AsyncClient, AsyncLease
 from prefixcache_client.client import Client
 from prefixcache_client.errors import LeaseEndedError
+from prefixcache_client.handover import LeaseTicket
 from prefixcache_client.lease import Lease
 from prefixcache_client.namespace import Namespace, PromptKeys
 from prefixcache_client.options import ClientOptions
@@ -33,6 +34,7 @@ __all__ = [
     "Layers",
     "Lease",
     "LeaseEndedError",
+    "LeaseTicket",
     "LookupResult",
     "Namespace",
     "Pages",

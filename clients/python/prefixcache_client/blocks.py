@@ -56,6 +56,11 @@ class BlockFormat:
         """By part: how many of a prefix's last blocks a restore needs."""
         return tuple(_needed(self.layout.groups[part.group], self.block_tokens) for part in self.parts)
 
+    @cached_property
+    def all_full(self) -> bool:
+        """Whether every group is full attention, so that any shorter prefix is as good."""
+        return all(group.kind is GroupKind.FULL for group in self.layout.groups)
+
     def layers_of(self, part: int) -> tuple[int, ...]:
         """Model layers of a part, in order."""
         item = self.parts[part]

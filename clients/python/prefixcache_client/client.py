@@ -19,15 +19,17 @@ from prefixcache.identity.canonical import Value
 from prefixcache.identity.fingerprint import Scales
 from prefixcache.identity.layout import Layout
 from prefixcache.identity.model import NamespaceOptions
-from prefixcache_client import acquire, lookup, pins, store
+from prefixcache_client import acquire, handover, lookup, pins, prefetch, store
 from prefixcache_client import namespace as namespaces
 from prefixcache_client.address import parse_address
+from prefixcache_client.errors import Failure
+from prefixcache_client.handover import LeaseTicket
 from prefixcache_client.lease import Lease
 from prefixcache_client.link import Link
 from prefixcache_client.namespace import Namespace, Prompt, Secrets
 from prefixcache_client.options import ClientOptions
 from prefixcache_client.reasons import QUEUE_FULL
-from prefixcache_client.results import LookupResult, PinResult, PrefetchResult, StoreResult
+from prefixcache_client.results import CopyResult, LookupResult, PinResult, PrefetchResult, StoreResult
 from prefixcache_client.stats import ClientStats, Counters
 from prefixcache_client.store import Priority
 from prefixcache_client.writer import Writer
@@ -158,6 +160,28 @@ class Client:
         wish = (max_tokens, from_token, ttl_s, recompute_s_per_token, timeout_s, load_timeout_s)
         return acquire.acquire(self._link, ns, prompt, wish)
 
+    def copy_by_ticket(self, ns: Namespace, ticket: LeaseTicket, tensors: Any) -> CopyResult:
+        """Copy blocks that another process of this host has leased (`Lease.ticket`) and keeps leased meanwhile.
+
+        As `Lease.copy_to`: the bytes are valid only if the result is `ok`. Only where memory is shared; else the reason
+        is `not_mapped`. Raises ValueError or TypeError for tensors that do not fit the layout.
+        """
+        return handover.copy_by_ticket(self._link, ns.form, ticket, tensors, self.options.timeout_s)
+
+    def open(self, timeout_s: float | None = None) -> bool:
+        """Connect now instead of at the first call; whether that went well. Later calls connect by themselves."""
+        try:
+            self._link.opened(self.options.timeout_s if timeout_s is None else timeout_s)
+        except Failure:
+            return False
+        return True
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the daemon's host pools; 0 while no session is open."""
+        session = self._link.session
+        return session.host_pool_bytes if session is not None and session.alive else 0
+
     def store(
         self, ns: Namespace, prompt: Prompt, tensors: Any, *, from_token: int = 0, priority: Priority = "normal"
     ) -> StoreResult:
@@ -188,11 +212,8 @@ class Client:
         return lookup.lookup(self._link, ns, prompt, self.options.timeout_s if timeout_s is None else timeout_s)
 
     def prefetch(self, ns: Namespace, prompt: Prompt, *, timeout_s: float | None = None) -> PrefetchResult:
-        """Have the daemon bring what is cached of `prompt` from disk to memory, for an `acquire` soon; does not wait.
-
-        Leases nothing and pins nothing. Raises ValueError or TypeError for a prompt that is none.
-        """
-        return pins.prefetch(self._link, ns, prompt, self.options.timeout_s if timeout_s is None else timeout_s)
+        """Have the prompt's blocks brought up from slower tiers, for an `acquire` soon; leases nothing, never waits."""
+        return prefetch.prefetch(self._link, ns, prompt, self.options.timeout_s if timeout_s is None else timeout_s)
 
     def pin(
         self, ns: Namespace, prompt: Prompt, *, label: str = "", ttl_s: float = 0.0, forever: bool = False

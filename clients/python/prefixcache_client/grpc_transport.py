@@ -27,6 +27,11 @@ from prefixcache_client.reasons import DEADLINE, INTERNAL, reason_name
 log = logging.getLogger("prefixcache_client")
 
 _SERVICE: Final = "/prefixcache.v1.CacheService/"
+_ADMIN: Final = {
+    transport.PREFETCH: "/prefixcache.v1.AdminService/Prefetch",
+    transport.PIN: "/prefixcache.v1.AdminService/Pin",
+    transport.UNPIN: "/prefixcache.v1.AdminService/Unpin",
+}
 CLOSE_SESSION: Final = 200
 """Not a method of the local channel, where closing the connection says it."""
 
@@ -42,8 +47,6 @@ _NAMES: Final = {
     transport.KEEP_ALIVE: "KeepAlive",
     CLOSE_SESSION: "CloseSession",
 }
-_ADMIN: Final = "/prefixcache.v1.AdminService/"
-_ADMIN_NAMES: Final = {transport.PREFETCH: "Prefetch", transport.PIN: "Pin", transport.UNPIN: "Unpin"}
 _DETAILS: Final = "grpc-status-details-bin"
 _MAX_MESSAGE_BYTES: Final = 64 << 20
 _OPTIONS: Final = (
@@ -156,7 +159,7 @@ class GrpcTransport:
     def _callable(self, method: int) -> Any:
         known = self._calls.get(method)
         if known is None:
-            path = _ADMIN + _ADMIN_NAMES[method] if method in _ADMIN_NAMES else _SERVICE + _NAMES[method]
+            path = _ADMIN[method] if method in _ADMIN else _SERVICE + _NAMES[method]
             known = self._calls[method] = self._channel.unary_unary(path, bytes, bytes)
         return known
 

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from prefixcache.v1 import cache_pb2
+from prefixcache.v1 import cache_pb2, common_pb2
 from prefixcache_client.blocks import BlockFormat
 from prefixcache_client.coming import Coming
 from prefixcache_client.errors import Failure, LeaseEndedError
+from prefixcache_client.handover import LeaseTicket
 from prefixcache_client.link import Link
 from prefixcache_client.reasons import DEADLINE, LEASE_LOST, UNUSED, reason_value
 from prefixcache_client.results import CopyResult
@@ -48,6 +49,11 @@ class Grant:
         self._runs: list[SlotRun] | None = None
         self.coming: Coming | None = None
         """Blocks that were not ready when the lease was granted."""
+
+    @property
+    def packed_tokens(self) -> common_pb2.TierTokens:
+        """Planned tokens by tier, as the server told them."""
+        return self._packed.tokens
 
     def runs(self, form: BlockFormat, blocks: range) -> list[SlotRun]:
         """The slots of those of `blocks`, always the same ones, that are ready by now.
@@ -108,6 +114,14 @@ class Lease:
         self._grant = grant
         self._used = 0
         self._lost = ""
+
+    @property
+    def tokens_by_tier(self) -> dict[str, int]:
+        """Where the tokens from `from_block` on were when the lease was granted: "gpu", "host", "disk", "peer".
+
+        All zero on a miss, or once the lease was released."""
+        packed = self._grant.packed_tokens if self._grant is not None else None
+        return {tier: getattr(packed, tier, 0) for tier in ("gpu", "host", "disk", "peer")}
 
     def __bool__(self) -> bool:
         """Whether there is anything to copy."""
@@ -200,6 +214,33 @@ class Lease:
             return False
         runs = self._all_runs()
         return not self._lost and grant.session.path.intact(runs)
+
+    def ticket(self) -> LeaseTicket | None:
+        """What another process on this host needs to copy these blocks; None when there is nothing to copy.
+
+        Waits for blocks that come from a slower tier, within the lease's `load_timeout_s`; what did not come shortens
+        the ticket. Keep the lease until the copies are over, then release it. Raises LeaseEndedError after `release`.
+        """
+        if not self.tokens:
+            return None
+        grant = self._granted()
+        try:
+            runs = list(grant.runs(self._form, range(self.from_block, self.blocks)))
+            while grant.wait(self._form, range(self.from_block, self.blocks)):
+                pass
+            runs = list(grant.runs(self._form, range(self.from_block, self.blocks)))
+        except Failure as failure:
+            self._lose(failure.reason)
+            return None
+        blocks = self.blocks
+        if grant.missing:
+            # A shorter prefix of sliding layers would lack its window, so only full attention may be cut.
+            self._lost = grant.missing
+            blocks = grant.coming.blocks.start if grant.coming is not None and self._form.all_full else 0
+        if blocks <= self.from_block:
+            return None
+        session = grant.session
+        return LeaseTicket(session.incarnation, grant.lease, grant.ends_at, self.from_block, blocks, tuple(runs))
 
     def release(self, used_tokens: int | None = None) -> None:
         """Give the blocks back; a second call does nothing. `used_tokens`: what was used, else what was copied."""

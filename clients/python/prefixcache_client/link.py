@@ -86,6 +86,23 @@ class Link:
                 session.transport.close()
         return self._call_at_length(method, kind, build, deadline)
 
+    def opened(self, timeout_s: float) -> Session:
+        """The session in use, opened if there is none. Raises Unreachable or Refused as `call`."""
+        session = self.session
+        if session is not None and session.alive:
+            return session
+        deadline = time.monotonic() + timeout_s
+        if not self.breaker.admit(time.monotonic()):
+            self.counters.failed(CIRCUIT_OPEN)
+            raise Unreachable("the server failed repeatedly and is left alone for a moment", reason=CIRCUIT_OPEN)
+        try:
+            session = self._connect(deadline)
+        except Failure as error:
+            self._count(error)
+            raise
+        self.breaker.success()
+        return session
+
     def _call_at_length(self, method: int, kind: type[M], build: Build, deadline: float) -> tuple[Session, M]:
         if not self.breaker.admit(time.monotonic()):
             self.counters.failed(CIRCUIT_OPEN)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from prefixcache_client.devices import AUTO
+
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
@@ -13,7 +15,9 @@ class ClientOptions:
     failures in a row open the circuit breaker for `breaker_open_s`, doubling up to `breaker_max_open_s`. `lease_ttl_s`
     and `reservation_ttl_s` of 0 take the server's defaults. `local_channel` False goes by gRPC alone. `store_queue`
     bounds the stores waiting for `Client.store_later`. `session_ttl_s` is asked for gRPC sessions. `client_name` is
-    shown by `prefixcache status`.
+    shown by `prefixcache status`. `device` is this worker's GPU, out of whose memory it reads copies where the daemon
+    keeps some there: "auto" is the one that torch uses when the session is opened, "" none, else "cuda:0" and the like
+    ("cpu" is the stand-in of a daemon started with `--gpu cpu=SIZE`).
     """
 
     timeout_s: float = 1.0
@@ -29,6 +33,7 @@ class ClientOptions:
     store_queue: int = 16
     session_ttl_s: float = 10.0
     client_name: str = ""
+    device: str = AUTO
 
     def __post_init__(self) -> None:
         if min(self.timeout_s, self.store_timeout_s, self.stream_timeout_s, self.session_ttl_s) <= 0:

@@ -1,4 +1,5 @@
-"""How block bytes get into and out of this process: through shared memory here, as streams in `streams`.
+"""How block bytes get into and out of this process: through shared memory here (of the host or of this worker's GPU),
+as streams in `streams`.
 
 Both ways are one interface, so a lease does not know which it has. `load` is only done when the bytes are known to be
 the leased ones: generations are compared after the copy, never before. No calls besides those of a stream, no
@@ -47,6 +48,12 @@ class MappedPath:
 
     def load(self, form: BlockFormat, lease: bytes, runs: Sequence[SlotRun], tensors: KvTensors) -> int:
         """See BytePath."""
+        if self._pools.on_device:
+            with self._pools.copying():
+                return self._load(form, runs, tensors)
+        return self._load(form, runs, tensors)
+
+    def _load(self, form: BlockFormat, runs: Sequence[SlotRun], tensors: KvTensors) -> int:
         try:
             planned = self._plan(form, runs, tensors)
         except Unreachable as error:
@@ -98,7 +105,8 @@ def copied(copy: Callable[[Memory, Sequence[Job]], int], planned: Planned) -> in
     """
     try:
         moved = sum(copy(memory, jobs) for memory, jobs in planned)
-        for _, jobs in planned:
+        for memory, jobs in planned:
+            memory.wait()  # copies off a device, whose target may be in host memory
             for job in jobs:
                 job.memory.wait()
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Pins and prefetches: what a caller knows about prompts that the cache cannot.
+"""Pins: what a caller knows about prompts that the cache cannot.
 
-Neither is needed for a hit, so nothing here raises because of the cache; the result says what became of it.
+None is needed for a hit, so nothing here raises because of the cache; the result says what became of it.
 """
 
 from typing import Final
@@ -9,33 +9,11 @@ from prefixcache.v1 import admin_pb2
 from prefixcache_client.errors import Failure
 from prefixcache_client.link import Link
 from prefixcache_client.namespace import Namespace, Prompt
-from prefixcache_client.reasons import reason_name
-from prefixcache_client.results import PinResult, PrefetchResult
+from prefixcache_client.results import PinResult
 from prefixcache_client.session import Session
-from prefixcache_client.transport import PIN, PREFETCH, UNPIN
+from prefixcache_client.transport import PIN, UNPIN
 
 MAX_TTL_S: Final = 10 * 365 * 86_400.0
-
-
-def prefetch(link: Link, ns: Namespace, prompt: Prompt, timeout_s: float) -> PrefetchResult:
-    """See Client.prefetch."""
-    epoch = ns.epoch
-    request = admin_pb2.PrefetchRequest(keys=ns.hash(prompt, epoch).keys)
-    if ns.reason_off:
-        return PrefetchResult(0, 0, ns.reason_off)
-
-    def build(session: Session, deadline: float) -> bytes:
-        request.session = session.session_id
-        request.namespace_id = session.namespace_id(epoch.fingerprint, ns.form, ns.label, deadline)
-        return request.SerializeToString()
-
-    if not request.keys:
-        return PrefetchResult(0, 0)
-    try:
-        _, answer = link.call(PREFETCH, admin_pb2.PrefetchResponse, build, timeout_s)
-    except Failure as failure:
-        return PrefetchResult(0, 0, failure.reason)
-    return PrefetchResult(answer.ready_tokens, answer.tokens, reason_name(answer.stop))
 
 
 def pin(link: Link, ns: Namespace, prompt: Prompt, label: str, ttl_s: float | None) -> PinResult:

@@ -58,15 +58,17 @@ class PinResult:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchResult:
-    """What `Client.prefetch` found: `tokens` from token 0 on are in memory, `coming_tokens` behind them are on their
-    way. `reason`: why it is not all that is stored ("limit": enough is coming already)."""
+    """What `Client.prefetch` began: tokens that are coming up now, and those that are in memory already, from token 0.
+
+    `reason`: why not all that is stored comes, or why nothing does.
+    """
 
     tokens: int
-    coming_tokens: int
+    ready_tokens: int
     reason: str = ""
 
     def __bool__(self) -> bool:
-        return self.tokens + self.coming_tokens > 0
+        return self.tokens > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,16 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from prefixcache.v1 import cache_pb2
+from prefixcache.v1 import cache_pb2, common_pb2
+from prefixcache_client import devices
 from prefixcache_client.address import Address
 from prefixcache_client.blocks import BlockFormat
+from prefixcache_client.devices import WorkerDevice
 from prefixcache_client.errors import Refused, Unreachable
 from prefixcache_client.local import LocalTransport
 from prefixcache_client.options import ClientOptions
 from prefixcache_client.paths import BytePath, MappedPath, MappedReads
-from prefixcache_client.pools import MappedPools
+from prefixcache_client.pools import DeviceUnusable, MappedPools
 from prefixcache_client.reasons import DEADLINE
 from prefixcache_client.streams import StreamPath
 from prefixcache_client.transport import (
@@ -60,6 +62,7 @@ class Session:
         self.server_session = opened.session
         self.incarnation = opened.incarnation
         self.ttl_s = opened.ttl_ms / 1000
+        self.host_pool_bytes = sum(pool.size_bytes for pool in opened.pools if pool.tier == common_pb2.TIER_HOST)
         self.path = path
         self.namespaces: dict[bytes, int] = {}
         """Numbers by fingerprint, of those opened in this session."""
@@ -104,10 +107,19 @@ def open_local(address: Address, options: ClientOptions, deadline: float) -> Ses
 
     Raises Unreachable or Refused.
     """
+    device = devices.find(options.device)
+    try:
+        return _open_local(address, options, device, deadline)
+    except DeviceUnusable as error:
+        log.warning("copies in the memory of %s are not used: %s", options.device, error)
+        return _open_local(address, options, None, deadline)
+
+
+def _open_local(address: Address, options: ClientOptions, device: WorkerDevice | None, deadline: float) -> Session:
     transport = LocalTransport(address.local_path, options.timeout_s)
     try:
-        opened = _open(transport.call, options, 0, deadline)
-        path = _local_path(transport, opened, address, options, deadline)
+        opened = _open(transport.call, options, 0, deadline, device)
+        path = _local_path(transport, opened, (address, device), options, deadline)
     except (Unreachable, Refused):
         transport.close()
         raise
@@ -132,13 +144,16 @@ def open_grpc(address: Address, options: ClientOptions, deadline: float) -> Sess
 def _local_path(
     transport: LocalTransport,
     opened: cache_pb2.OpenSessionResponse,
-    address: Address,
+    ends: tuple[Address, WorkerDevice | None],
     options: ClientOptions,
     deadline: float,
 ) -> BytePath:
+    address, device = ends
     streamed = StreamPath(_Streams(transport, address), opened.session, options.stream_timeout_s)
     try:
-        pools = MappedPools(transport, opened.pools, remaining(deadline))
+        pools = MappedPools(transport, opened.pools, remaining(deadline), device)
+    except DeviceUnusable:
+        raise
     except Unreachable as error:
         if error.lost or error.reason == DEADLINE:
             raise
@@ -170,11 +185,19 @@ class _Streams:
 
 
 def _open(
-    call: Callable[[int, bytes, float], bytes], options: ClientOptions, ttl_ms: int, deadline: float
+    call: Callable[[int, bytes, float], bytes],
+    options: ClientOptions,
+    ttl_ms: int,
+    deadline: float,
+    device: WorkerDevice | None = None,
 ) -> cache_pb2.OpenSessionResponse:
     name = options.client_name or f"pid {os.getpid()}"
     request = cache_pb2.OpenSessionRequest(
-        client_name=name[:MAX_NAME], protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, ttl_ms=ttl_ms
+        client_name=name[:MAX_NAME],
+        protocol_min=PROTOCOL_MIN,
+        protocol_max=PROTOCOL_MAX,
+        ttl_ms=ttl_ms,
+        devices=[device.uuid] if device is not None else [],
     )
     opened = parse(cache_pb2.OpenSessionResponse, call(OPEN_SESSION, request.SerializeToString(), remaining(deadline)))
     if not PROTOCOL_MIN <= opened.protocol <= PROTOCOL_MAX:

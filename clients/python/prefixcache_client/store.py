@@ -21,7 +21,7 @@ from prefixcache_client.reasons import NEVER_SENT, count_reasons
 from prefixcache_client.results import StoreResult
 from prefixcache_client.runs import granted_runs
 from prefixcache_client.session import Session
-from prefixcache_client.tensors import KvTensors, as_tensors
+from prefixcache_client.tensors import KvTensors, as_tensors, held
 from prefixcache_client.transport import COMMIT, RESERVE
 
 _MS: Final = 1000
@@ -139,7 +139,9 @@ def _fill(
 ) -> _Outcome:
     (reservation, share), committed = reserved, False
     try:
-        moved = session.path.save(ns.form, reservation, granted_runs(ns.form, answer.grants, share.blocks), target)
+        runs = granted_runs(ns.form, answer.grants, share.blocks)
+        with held(target):
+            moved = session.path.save(ns.form, reservation, runs, target)
         done = _commit(link, session, reservation)
         committed = True
     except Failure as failure:

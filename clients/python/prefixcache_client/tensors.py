@@ -9,6 +9,7 @@ Arrays are numpy arrays or torch tensors; torch is never imported here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -36,6 +37,23 @@ class KvTensors(Protocol):
 
     def jobs(self, form: BlockFormat, part: int, blocks: Places, slots: Slots) -> list[Job]:
         """Moves between `slots` (one per block) and these tensors. Raises ValueError where sizes do not fit."""
+
+
+@runtime_checkable
+class HeldTensors(Protocol):
+    """Tensors whose owner must know while they are read, because it may want to use their memory for something else.
+
+    `held` is entered after slots were granted and left before the commit, so around the copy and nothing else. It may
+    raise Failure to call the store off.
+    """
+
+    def held(self) -> AbstractContextManager[None]:
+        """A context in which the tensors keep their content."""
+
+
+def held(tensors: KvTensors) -> AbstractContextManager[None]:
+    """The context to copy in: the tensors' own where they have one."""
+    return tensors.held() if isinstance(tensors, HeldTensors) else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ def test_lookup_leases_nothing(client: Client, ns: Namespace, daemon: FakeDaemon
 def test_prefetch_says_what_is_there_and_what_comes(client: Client, ns: Namespace, daemon: FakeDaemon) -> None:
     stored(client, ns)
     found = client.prefetch(ns, TOKENS)
-    assert (found.tokens, found.coming_tokens, found.reason, bool(found)) == (96, 16, "limit", True)
+    assert (found.tokens, found.ready_tokens, found.reason, bool(found)) == (16, 96, "limit", True)
     assert daemon.leases == {}
     assert not client.prefetch(ns, TOKENS[:3])
 

@@ -46,3 +46,12 @@ def test_the_kernels_refusal_is_a_miss() -> None:
     with pytest.raises(Failure) as caught:
         copied(copy, [(Memory.of_bytes(np.zeros(8, np.uint8)), [])])
     assert caught.value.reason == "internal"
+
+
+def test_memory_of_a_device_is_waited_for_when_the_target_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: stream)
+    host = Memory.of_bytes(np.zeros(8, np.uint8))
+    device = Memory(None, torch.empty(8, dtype=torch.uint8, device="meta"))
+    assert copied(lambda memory, jobs: 3, [(device, [Job(host, [], 1)])]) == 3
+    assert stream.waits == 1

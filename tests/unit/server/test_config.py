@@ -130,3 +130,17 @@ def test_the_policy_is_one_of_those_there_are() -> None:
     assert load({"policy": "tg"}, environ={}).config.policy == "tg"
     with pytest.raises(ConfigError, match=r"policy must be one of lru, lru2, .*, tg, got 'fifo'"):
         load({"policy": "fifo"}, environ={})
+
+
+def test_devices_may_be_given_one_by_one_or_as_a_list(file: Path) -> None:
+    wish = ("cuda:0=1GiB", "cuda:1=2GiB")
+    file.write_text(f"gpu = {list(wish)}")
+    for loaded in (
+        load({"gpu": wish}, environ={}),
+        load({"gpu": ",".join(wish)}, environ={}),
+        load({"gpu": []}, environ={}, file=file),
+        load(environ={"PREFIXCACHE_GPU": ",".join(wish)}),
+    ):
+        assert loaded.config.gpu == ",".join(wish)
+    with pytest.raises(ConfigError, match="gpu: a device is listed twice"):
+        load({"gpu": ["cpu=1MiB", "cpu=2MiB"]}, environ={})

@@ -51,3 +51,15 @@ def test_what_is_no_address(text: str) -> None:
 @pytest.mark.parametrize(("text", "expected"), [("On", True), ("1", True), ("no", False), ("FALSE", False)])
 def test_switches(text: str, expected: bool) -> None:  # parametrized
     assert units.parse_bool(text) is expected
+
+
+def test_devices() -> None:
+    assert units.parse_devices("") == []
+    wish = "cuda:0=8GiB, cuda:GPU-6a3f=1.5g,cpu=64MiB"
+    assert units.parse_devices(wish) == [("cuda:0", 8 << 30), ("cuda:GPU-6a3f", 3 << 29), ("cpu", 64 << 20)]
+
+
+@pytest.mark.parametrize("text", ["cuda:0", "cuda=1GiB", "gpu:0=1GiB", "cpu=", "cpu=0", "cpu=1MiB,cpu=1MiB", "=1MiB"])
+def test_devices_that_cannot_be(text: str) -> None:
+    with pytest.raises(ValueError, match=r"cuda:0=8GiB|a size|twice|above 0"):
+        units.parse_devices(text)

@@ -1,0 +1,249 @@
+"""`PrefixCacheConnector`: what vLLM calls. Each call is passed on to the side it belongs to; nothing is decided here.
+
+vLLM makes one object in the scheduler's process and one in each worker's. What versions of vLLM do differently is found
+by looking (a class or a method is there or not), never by version.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from prefixcache_client import Client, ClientOptions
+from prefixcache_vllm.announcing import Announcements
+from prefixcache_vllm.asking import DaemonAsker
+from prefixcache_vllm.counting import LOADED, LOOKED_UP, Numbers, difference, scheduler_numbers, worker_numbers
+from prefixcache_vllm.events import Confirmations, block_stored, can_announce
+from prefixcache_vllm.identity import CannotShareError, EngineIdentity, engine_identity
+from prefixcache_vllm.options import Options, read_options
+from prefixcache_vllm.orders import StepOrders
+from prefixcache_vllm.packing import Packing, PageShape, UnknownFormError, cpu_packing
+from prefixcache_vllm.scheduler import SchedulerSide
+from prefixcache_vllm.stats import PrefixCacheStats, stats_of
+from prefixcache_vllm.worker import Ended, Rank, WorkerSide
+
+log = logging.getLogger("prefixcache_vllm")
+
+_RESULTS: Any = getattr(base, "KVConnectorTransferResults", None)
+_HYBRID: Any = getattr(base, "SupportsHMA", object)
+_CANNOT_REPORT = "engine_cannot_report_failure"
+
+
+class PrefixCacheMetadata(base.KVConnectorMetadata):  # type: ignore[misc] # no vLLM where types are checked
+    """A step's orders on their way to the workers."""
+
+    def __init__(self, orders: StepOrders) -> None:
+        self.orders = orders
+
+
+class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[misc] # a base that old versions lack
+    """See docs/vllm.md."""
+
+    def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any = None) -> None:
+        """Raises ValueError for settings that mean nothing. A daemon need not be there."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        options = read_options(transfer.kv_connector_extra_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._asker: DaemonAsker | None = None
+        self._ended: Ended | None = None
+        self._told: Numbers = {}
+        self._packing: Packing = "plain"
+        self.reason_off = ""
+        """Why nothing is cached; "" where it is."""
+        if role is base.KVConnectorRole.SCHEDULER:
+            # vLLM reads this after the connector is made; its default lets a request fail for a lost load.
+            transfer.kv_load_failure_policy = "recompute"
+        try:
+            engine = self._identify(vllm_config, kv_cache_config, options)
+        except CannotShareError as error:
+            self.reason_off = error.reason
+            log.warning("prefixcache is off: %s", error)
+            return
+        limits = ClientOptions(timeout_s=options.ask_timeout_s, client_name=f"vllm {engine.label}")
+        client = Client(options.address or None, limits)
+        if role is base.KVConnectorRole.SCHEDULER:
+            self._asker = DaemonAsker(client, options.ask_timeout_s, options.load_timeout_s)
+            self._client = client
+            self._scheduler = SchedulerSide(
+                engine, options, self._asker, loads=transfer.is_kv_consumer, saves=transfer.is_kv_producer
+            )  # fmt: skip
+            events = getattr(vllm_config, "kv_events_config", None)
+            if getattr(events, "enable_kv_cache_events", False) and can_announce():
+                self._scheduler.announcements = Announcements()
+        else:
+            rank = Rank(_rank(), int(vllm_config.parallel_config.tensor_parallel_size))
+            self._now = options.load == "sync"
+            self._worker = WorkerSide(
+                client, engine, rank, options.save_queue, tells_requests=_RESULTS is not None
+            )  # fmt: skip
+
+    def _identify(self, vllm_config: Any, kv_cache_config: Any, options: Options) -> EngineIdentity:
+        engine = engine_identity(vllm_config, kv_cache_config, options)
+        if len(engine.groups) > 1 and _RESULTS is None:
+            raise CannotShareError(_CANNOT_REPORT, "this vLLM cannot be told that a load of several groups failed")
+        if str(vllm_config.device_config.device_type) == "cpu":
+            group = engine.identity.layout.groups[0]
+            if group.v_dim:
+                shape = PageShape(1, engine.groups[0].page_tokens, group.k_dim, group.v_dim)
+                try:
+                    self._packing = cpu_packing(
+                        vllm_config.model_config.dtype, shape, str(vllm_config.cache_config.cache_dtype)
+                    )
+                except UnknownFormError as error:
+                    raise CannotShareError(error.reason, str(error)) from error
+        return engine
+
+    # The worker's side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See the base class."""
+        if self._worker is not None:
+            self._worker.register(kv_caches, self._packing)
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """See the base class."""
+        if self._worker is not None:
+            self._worker.let_go(_orders(kv_connector_metadata))
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See the base class."""
+        if self._worker is not None:
+            self._worker.load(_orders(self._get_connector_metadata()), now=self._now)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads are either over or of requests that do not run."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: all layers are saved at once, after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        """See the base class."""
+        if self._worker is not None:
+            self._worker.save(_orders(self._get_connector_metadata()))
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """See the base class."""
+        if self._worker is None:
+            return None, None
+        self._ended = self._worker.ended()
+        return self._ended.saved, self._ended.arrived
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """See the base class."""
+        saved, arrived = self.get_finished(finished_req_ids)
+        failed = self._ended.failed if self._ended is not None else set()
+        return _RESULTS(finished_sending=saved or set(), finished_recving=arrived or set(), failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See the base class."""
+        return set() if self._ended is None else self._ended.bad_pages
+
+    def get_kv_connector_kv_cache_events(self) -> Any:
+        """See the base class."""
+        numbers = self._worker.transfers.take_visible() if self._worker is not None else []
+        return Confirmations(numbers) if numbers and can_announce() else None
+
+    # The scheduler's side.
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: a save that is lost costs time, not a request."""
+        return False
+
+    def on_new_request(self, request: Any) -> None:
+        """See the base class."""
+        if self._scheduler is not None:
+            self._scheduler.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See the base class."""
+        return (0, False) if self._scheduler is None else self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See the base class."""
+        if self._scheduler is not None:
+            self._scheduler.placed(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> PrefixCacheMetadata:
+        """See the base class."""
+        orders = StepOrders() if self._scheduler is None else self._scheduler.step(scheduler_output)
+        return PrefixCacheMetadata(orders)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See the base class."""
+        if self._scheduler is not None:
+            arrived = connector_output.finished_recving or ()
+            failed = getattr(connector_output, "failed_recving", None) or ()
+            bad_pages = getattr(connector_output, "invalid_block_ids", None) or ()
+            self._scheduler.loaded(arrived, failed, bad_pages)
+            confirmed = getattr(connector_output, "kv_cache_events", None)
+            if self._scheduler.announcements is not None and isinstance(confirmed, Confirmations):
+                self._scheduler.announcements.confirmed(confirmed.get_all_events())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See the base class."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See SupportsHMA."""
+        keep = self._scheduler is not None and self._scheduler.finished(request, block_ids)
+        return keep, None
+
+    def reset_cache(self) -> bool | None:
+        """Nothing that was stored before is found again by this engine."""
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
+
+    def take_events(self) -> Iterable[Any]:
+        """See the base class."""
+        side = self._scheduler
+        return [] if side is None or side.announcements is None else map(block_stored, side.announcements.take())
+
+    # Both sides.
+
+    def get_kv_connector_stats(self) -> PrefixCacheStats | None:
+        """See the base class."""
+        numbers = self._numbers()
+        return PrefixCacheStats(data=numbers) if numbers else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrefixCacheStats | None:
+        """See the base class."""
+        return stats_of(data)
+
+    def shutdown(self) -> None:
+        """See the base class."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._asker is not None:
+            self._asker.close()
+            self._client.close()
+
+    def _numbers(self) -> Numbers:
+        if self._worker is not None:
+            return worker_numbers(self._worker.transfers.take_counts())
+        if self._scheduler is None:
+            return {}
+        book = self._scheduler.book
+        totals = {LOOKED_UP: book.looked_up_tokens, LOADED: book.loaded_tokens}
+        now = scheduler_numbers(totals, book.reasons, self._scheduler.skipped)
+        new, self._told = difference(now, self._told), now
+        return new
+
+
+def _orders(metadata: Any) -> StepOrders:
+    assert isinstance(metadata, PrefixCacheMetadata)
+    return metadata.orders
+
+
+def _rank() -> int:
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())

@@ -1,0 +1,67 @@
+"""vLLM's form of announcements: BlockStored events, and how workers' confirmations travel to the scheduler's side.
+
+What belongs here: vLLM's classes. Versions without them publish nothing of ours.
+"""
+
+from typing import Any, Final
+
+from vllm.distributed import kv_events
+
+from prefixcache_vllm.announcing import StoredBlocks
+
+MEDIUM: Final = "CPU"
+_CARRIER: Any = getattr(kv_events, "KVConnectorKVEvents", None)
+_FIELDS: Final = frozenset(getattr(kv_events.BlockStored, "__struct_fields__", ()))
+
+
+class Confirmations(_CARRIER or object):  # type: ignore[misc] # a base that old versions lack
+    """Numbers of saves that are visible, from one worker or several."""
+
+    def __init__(self, numbers: list[Any] | None = None) -> None:
+        self._numbers = list(numbers or [])
+        self._workers = 1
+
+    def add_events(self, events: list[Any]) -> None:
+        """See the base class."""
+        self._numbers.extend(events)
+
+    def aggregate(self) -> "Confirmations":
+        """See the base class. One worker of a model stores."""
+        return self
+
+    def increment_workers(self, count: int = 1) -> None:
+        """See the base class."""
+        self._workers += count
+
+    def get_all_events(self) -> list[Any]:
+        """See the base class."""
+        return self._numbers
+
+    def get_number_of_workers(self) -> int:
+        """See the base class."""
+        return self._workers
+
+    def clear_events(self) -> None:
+        """See the base class."""
+        self._numbers = []
+
+
+def can_announce() -> bool:
+    """Whether this vLLM carries confirmations."""
+    return _CARRIER is not None
+
+
+def block_stored(blocks: StoredBlocks) -> Any:
+    """The event. Block hashes are our block keys, 32 bytes."""
+    fields: dict[str, Any] = {
+        "block_hashes": blocks.hashes(),
+        "parent_block_hash": blocks.parent,
+        "token_ids": list(blocks.tokens),
+        "block_size": blocks.block_tokens,
+        "lora_id": None,
+        "medium": MEDIUM,
+        "lora_name": blocks.lora or None,
+    }
+    if blocks.salt and blocks.parent is None:
+        fields["extra_keys"] = [(blocks.salt,)] + [None] * (len(blocks.hashes()) - 1)
+    return kv_events.BlockStored(**{name: value for name, value in fields.items() if name in _FIELDS})

@@ -1,0 +1,217 @@
+"""What a running vLLM's KV depends on: its config as it is, to the identity every engine of the same model has.
+
+Rules:
+1. Attributes of vLLM's config objects are read by name and nothing of vLLM is imported, so that every version will do.
+2. What cannot be said for certain switches the cache off, with a reason: weights that are not on this disk, layers
+   whose KV is something else, parallel forms that cut blocks in other ways.
+3. The layout is the checkpoint's, as in all adapters, and checked against the KV cache vLLM really has.
+
+It must not know tensors.
+"""
+
+import dataclasses
+import hashlib
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from prefixcache.identity.fingerprint import IdentityError, NamespaceIdentity
+from prefixcache.identity.hfconfig import ConfigError
+from prefixcache.identity.layout import DTYPE_BITS, GroupKind, Layout, LayoutError
+from prefixcache.identity.model import namespace_from_hf
+from prefixcache.identity.tensors import TensorFileError
+from prefixcache.identity.weights import weights_digest
+from prefixcache_vllm.options import Options
+
+# Ways to load weights that end in what the checkpoint's files say.
+_FROM_FILES: Final = {"auto", "hf", "safetensors", "fastsafetensors", "mistral", "instanttensor"}
+_KV_DTYPES: Final[Mapping[str, str]] = {
+    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
+    "bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float": "float32", "float32": "float32",
+}  # fmt: skip
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_LATER_EPOCHS: Final = 1 << 32
+"""Epochs of changed weights begin here; each is random, for two engines that change theirs share nothing."""
+
+
+class CannotShareError(ValueError):
+    """Why this engine's KV is not cached. `reason` is a short, fixed word."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPages:
+    """One of vLLM's KV cache groups: model layers by the name vLLM gives them, tokens a page."""
+
+    layers: Mapping[str, int]
+    page_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """The identity of an engine's KV, and how its pages are grouped."""
+
+    identity: NamespaceIdentity
+    groups: tuple[GroupPages, ...]
+    label: str
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether some layers keep only a window, so that a restored prefix cannot be cut anywhere."""
+        return any(group.kind is not GroupKind.FULL for group in self.identity.layout.groups)
+
+    def with_lora(self, lora_path: str, base: NamespaceIdentity) -> NamespaceIdentity:
+        """`base`, the identity of some epoch, under an adapter. Raises CannotShareError for unreadable files."""
+        return dataclasses.replace(base, lora=lora_digest(Path(lora_path)))
+
+
+def engine_identity(vllm_config: Any, kv_cache_config: Any, options: Options) -> EngineIdentity:
+    """What this engine's KV depends on. Raises CannotShareError."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    _check_parallel(vllm_config.parallel_config)
+    layouts = _specs(kv_cache_config)
+    try:
+        namespace = namespace_from_hf(
+            model.hf_config,
+            _weights(vllm_config),
+            _kv_dtype(model, cache),
+            block_tokens=options.block_tokens,
+            tenant=options.tenant,
+            compute_dtype=str(model.dtype),
+            quantisation=_quantisation(model),
+            k_scales="dynamic" if getattr(cache, "calculate_kv_scales", False) else (),
+            fixed_length=int(model.max_model_len),
+        )
+    except (ConfigError, IdentityError) as error:
+        raise CannotShareError(error.reason, str(error)) from error
+    except LayoutError as error:
+        raise CannotShareError("layout_unknown", str(error)) from error
+    _check_layout(namespace.layout, layouts, int(vllm_config.parallel_config.tensor_parallel_size))
+    groups = tuple(
+        GroupPages(_layers(group.layer_names, namespace.layout), int(group.kv_cache_spec.block_size))
+        for group in kv_cache_config.kv_cache_groups
+    )
+    return EngineIdentity(namespace.identity, groups, str(model.served_model_name or model.model))
+
+
+def new_epoch(identity: NamespaceIdentity) -> NamespaceIdentity:
+    """The identity after the weights were changed in place: equal to no other, in this process or elsewhere."""
+    return dataclasses.replace(identity, weights_epoch=_LATER_EPOCHS + secrets.randbits(62))
+
+
+def lora_digest(folder: Path) -> bytes:
+    """32 bytes over an adapter's weights and settings. Raises CannotShareError."""
+    try:
+        config = (folder / "adapter_config.json").read_bytes()
+        file = folder / "adapter_model.safetensors"
+        return hashlib.sha256(weights_digest(file) + hashlib.sha256(config).digest()).digest()
+    except (OSError, TensorFileError) as error:
+        raise CannotShareError("lora_unreadable", f"{folder}: {error}") from error
+
+
+def layer_index(name: str) -> int | None:
+    """The model layer in a name such as `model.layers.3.self_attn.attn`; None where there is none, or more than one."""
+    found = _LAYER.findall(name)
+    return int(found[0]) if len(found) == 1 else None
+
+
+def _weights(vllm_config: Any) -> bytes:
+    load_format = str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format))
+    if load_format not in _FROM_FILES:
+        raise CannotShareError("weights_unknown", f"weights of load format {load_format!r} have no digest")
+    try:
+        return weights_digest(_checkpoint_folder(vllm_config.model_config))
+    except (TensorFileError, OSError) as error:
+        raise CannotShareError("weights_unknown", str(error)) from error
+
+
+def _checkpoint_folder(model: Any) -> Path:
+    name = str(getattr(model, "model_weights", "") or model.model)
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import try_to_load_from_cache  # a model by its hub's name: vLLM has it downloaded
+
+    for file in ("model.safetensors.index.json", "model.safetensors"):
+        found = try_to_load_from_cache(name, file, revision=getattr(model, "revision", None))
+        if isinstance(found, str):
+            return Path(found).parent
+    raise CannotShareError("weights_unknown", f"no safetensors of {name} on this disk")
+
+
+def _kv_dtype(model: Any, cache: Any) -> str:
+    stated = str(cache.cache_dtype)
+    if stated == "auto":
+        return str(model.dtype)
+    if stated not in _KV_DTYPES:
+        raise CannotShareError("kv_dtype_unknown", f"a KV cache of {stated!r} is not understood")
+    return _KV_DTYPES[stated]
+
+
+def _quantisation(model: Any) -> str:
+    if not getattr(model, "quantization", None):
+        return "none"
+    settings = getattr(model.hf_config, "quantization_config", None)
+    listed = sorted((str(key), str(value)) for key, value in settings.items()) if isinstance(settings, Mapping) else ""
+    return repr(("vllm", str(model.quantization), listed))
+
+
+def _check_parallel(parallel: Any) -> None:
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if int(getattr(parallel, name, 1)) > 1:
+            raise CannotShareError(name.removesuffix("_size"), f"{name} above 1 is not supported yet")
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    layer: int
+    heads: int
+    head_size: int
+    itemsize: int
+
+
+def _specs(kv_cache_config: Any) -> list[_Spec]:
+    """What vLLM keeps for each layer. Raises CannotShareError for layers that keep something else than K and V."""
+    specs = []
+    for group in kv_cache_config.kv_cache_groups:
+        each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        for name in group.layer_names:
+            spec = group.kv_cache_spec if each is None else each[name]
+            layer = layer_index(name)
+            if layer is None or not all(hasattr(spec, field) for field in ("num_kv_heads", "head_size", "dtype")):
+                raise CannotShareError("layer_unknown", f"layer {name} keeps a {type(spec).__name__}")
+            specs.append(_Spec(layer, int(spec.num_kv_heads), int(spec.head_size), int(spec.dtype.itemsize)))
+    if not specs:
+        raise CannotShareError("no_kv_cache", "this model keeps no KV")
+    return specs
+
+
+def _check_layout(layout: Layout, specs: Iterable[_Spec], ranks: int) -> None:
+    by_layer = {layer: group for group in layout.groups for layer in group.layers}
+    seen = set()
+    for spec in specs:
+        group = by_layer.get(spec.layer)
+        if group is None:
+            continue  # a draft model's: computed anew, and verified by the model's own
+        heads = max(1, group.kv_heads // ranks)
+        size = group.k_dim  # MLA: the latent; else K and V alike
+        if (spec.heads, spec.head_size) != (heads, size) or spec.itemsize * 8 != DTYPE_BITS[group.dtype]:
+            raise CannotShareError(
+                "layout_mismatch",
+                f"layer {spec.layer} has {spec.heads} heads of {spec.head_size} values of {spec.itemsize} bytes; "
+                f"{heads} of {size} {group.dtype} were expected",
+            )
+        seen.add(spec.layer)
+    if seen != set(by_layer):
+        raise CannotShareError("layout_mismatch", f"layers {sorted(set(by_layer) - seen)} keep no KV of their own")
+
+
+def _layers(names: Iterable[str], layout: Layout) -> dict[str, int]:
+    known = {layer for group in layout.groups for layer in group.layers}
+    indexed = {name: layer_index(name) for name in names}
+    return {name: layer for name, layer in indexed.items() if layer is not None and layer in known}

@@ -1,0 +1,67 @@
+"""What the scheduler's side tells the workers' side, once a step: plain data that pickles.
+
+Rules: an order holds all that a worker needs, so that a worker keeps no state of requests beyond transfers under way.
+Page ids are the engine's block ids, by KV cache group. It must not know vLLM.
+"""
+
+from dataclasses import dataclass, field
+
+from prefixcache.identity.fingerprint import NamespaceIdentity
+from prefixcache_client import LeaseTicket
+
+
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """Consecutive pages of a request in one KV cache group: page `first` + i of the prompt is block `ids[i]`."""
+
+    first: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """Copy the leased blocks' tokens [from_token, to_token) into these pages. `ends_at` as in the ticket."""
+
+    request_id: str
+    fingerprint: bytes
+    ticket: LeaseTicket
+    from_token: int
+    to_token: int
+    pages: tuple[PageRun, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOrder:
+    """Store blocks [first_block, end_block) out of these pages. `keys`: packed keys of blocks 0 to end_block - 1.
+
+    `number`: what it is confirmed by.
+    """
+
+    request_id: str
+    fingerprint: bytes
+    keys: bytes
+    first_block: int
+    end_block: int
+    pages: tuple[PageRun, ...]
+    number: int = 0
+
+
+@dataclass(slots=True)
+class StepOrders:
+    """All orders of one step.
+
+    `namespaces`: the identities behind the fingerprints in it. `leaving`: requests whose pages may get other owners in
+    this very step. `closing`: finished requests whose pages are kept until the worker says that their saves are over.
+    """
+
+    loads: list[LoadOrder] = field(default_factory=list)
+    saves: list[SaveOrder] = field(default_factory=list)
+    leaving: frozenset[str] = frozenset()
+    closing: frozenset[str] = frozenset()
+    namespaces: dict[bytes, NamespaceIdentity] = field(default_factory=dict)
+
+
+def page_run(ids: list[int] | tuple[int, ...], page_tokens: int, from_token: int, to_token: int) -> PageRun:
+    """The pages of a request's table that hold tokens [from_token, to_token), those that are there."""
+    first, last = from_token // page_tokens, -(-to_token // page_tokens)
+    return PageRun(first, tuple(ids[first:last]))

@@ -1,0 +1,296 @@
+"""The scheduler side: vLLM's requests and steps, told to the book, and its answers as orders for the workers.
+
+Rules:
+1. Runs on the engine's scheduler thread: no call that waits, no work that grows with anything but the request.
+2. Attributes of requests are read by name, so that every version will do; nothing of vLLM is imported.
+3. A request whose KV tokens alone do not determine (prompt embeddings, pooling, streamed input) is left alone, with a
+   counted reason.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Final
+
+from prefixcache.identity.fingerprint import NamespaceIdentity
+from prefixcache.identity.keys import KEY_BYTES, Extra, root_key
+from prefixcache_client import Namespace
+from prefixcache_vllm.announcing import Announcements, StoredBlocks
+from prefixcache_vllm.asking import Asker, Question
+from prefixcache_vllm.book import Entry, Limits, Phase, RequestBook
+from prefixcache_vllm.chain import RequestChain
+from prefixcache_vllm.identity import CannotShareError, EngineIdentity, new_epoch
+from prefixcache_vllm.options import Options
+from prefixcache_vllm.orders import LoadOrder, PageRun, SaveOrder, StepOrders, page_run
+from prefixcache_vllm.tables import BlockTables
+
+log = logging.getLogger("prefixcache_vllm")
+
+_IMAGE: Final = "mm"
+_RUNNING: Final = "RUNNING"
+_OVERLAP: Final = 2
+
+
+class SchedulerSide:
+    """See the rules above. `loads` and `saves`: which directions the engine's role has."""
+
+    def __init__(
+        self, engine: EngineIdentity, options: Options, asker: Asker, *, loads: bool = True, saves: bool = True
+    ) -> None:
+        """Raises ValueError or OSError for a tenant key that cannot be read."""
+        self._engine = engine
+        self._options = options
+        self._asker = asker
+        self._tenant_key = options.tenant_key()
+        self._identity = engine.identity
+        self._loads, self._saves = loads, saves
+        self._sync = options.load == "sync"
+        self._namespaces: dict[str, Namespace] = {}
+        self._identities: dict[bytes, NamespaceIdentity] = {}
+        namespace = self._namespace_of("", self._identity)
+        limits = Limits(
+            options.block_tokens,
+            namespace.block_bytes,
+            options.ask_timeout_s + options.load_timeout_s,
+            options.pinned_share,
+            keep_last=int(self._sync or engine.hybrid),
+        )
+        self.book = RequestBook(limits, asker)
+        self.skipped: Counter[str] = Counter()
+        """Requests left alone, by reason."""
+        self._requests: dict[str, Any] = {}
+        self._tables = BlockTables()
+        self._orders = StepOrders()
+        self._closing: set[str] = set()
+        self._running: set[str] = set()
+        self._loading: dict[str, tuple[frozenset[int], int]] = {}
+        self._steps = 0
+        self._number = 1
+        self.announcements: Announcements | None = None
+        """What to tell routers; None where nobody listens."""
+
+    def arrived(self, request: Any) -> None:
+        """See KVConnectorBase_V1.on_new_request."""
+        entry = self._entry(request)
+        if entry is None or not self._loads:
+            return
+        self._catch_up(entry, request)
+        keys = entry.chain.keys()
+        if keys:
+            self._asker.hint(Question(entry.namespace, keys, request.num_tokens, 0, request.num_tokens))
+
+    def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """See KVConnectorBase_V1.get_num_new_matched_tokens."""
+        entry = self._entry(request)
+        if entry is None or not self._loads:
+            return 0, False
+        self._catch_up(entry, request)
+        found = self.book.matched(entry, request.num_tokens, local_tokens, time.monotonic())
+        return found, bool(found) and not self._sync
+
+    def placed(self, request: Any, block_ids: tuple[list[int], ...], external_tokens: int) -> None:
+        """See KVConnectorBase_V1.update_state_after_alloc."""
+        entry = self.book.get(request.request_id)
+        if entry is None or not self._loads:
+            return
+        ticket = self.book.placed(entry, external_tokens)
+        if ticket is None:
+            return
+        first, end = entry.from_token, entry.from_token + external_tokens
+        # The last block may hold more than fits: an engine that computes the last token itself has asked for less.
+        order = LoadOrder(
+            request.request_id, entry.chain.fingerprint, ticket, first, end, self._pages(block_ids, first, end)
+        )
+        self._orders.loads.append(order)
+        self._loading[request.request_id] = (frozenset(page for run in order.pages for page in run.ids), self._steps)
+        self._name(self._orders, order.fingerprint)
+
+    def step(self, scheduler_output: Any) -> StepOrders:
+        """The orders of a step. See KVConnectorBase_V1.build_connector_meta."""
+        self._tables.step(scheduler_output)
+        self._steps += 1
+        if self._sync:
+            self._end_sync_loads()
+        orders, self._orders = self._orders, StepOrders()
+        scheduled = scheduler_output.num_scheduled_tokens
+        if self._saves:
+            for request_id, count in scheduled.items():
+                request = self._requests.get(request_id)
+                entry = self.book.get(request_id)
+                if request is not None and entry is not None:
+                    computed = request.num_computed_tokens + count
+                    self._save(orders, entry, request, computed, self._tables.get(request_id))
+        orders.leaving = self._leaving(scheduler_output)
+        self._running = (self._running - orders.leaving).union(scheduled)
+        orders.closing, self._closing = frozenset(self._closing), set()
+        return orders
+
+    def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> bool:
+        """The request is over; whether its blocks must be kept until its saves are. See request_finished."""
+        request_id = request.request_id
+        self._requests.pop(request_id, None)
+        self._tables.forget(request_id)
+        self._running.discard(request_id)
+        loading = (entry := self.book.get(request_id)) is not None and entry.phase is Phase.LOADING
+        entry = self.book.forget(request_id)
+        if entry is None or loading or not self._saves:
+            return False
+        if not entry.stale and not self._options.prompt_only and len(self._engine.groups) == 1:
+            entry.chain.add(request.all_token_ids[entry.chain.tokens :])
+            computed = min(request.num_computed_tokens, request.num_tokens - 1)
+            self._save(self._orders, entry, request, computed, block_ids)
+        if not entry.saves or len(self._engine.groups) > 1:
+            return False  # pages of several groups are copied in their step
+        self._closing.add(request_id)
+        return True
+
+    def loaded(self, arrived: Iterable[str], failed: Iterable[str], bad_pages: Iterable[int]) -> None:
+        """Loads have ended on every rank. `failed`: of these; `bad_pages`: where the engine tells pages only."""
+        bad, failures = set(bad_pages), set(failed)
+        if bad:
+            failures.update(name for name, (pages, _) in self._loading.items() if not bad.isdisjoint(pages))
+        ended = failures.union(arrived) if self._sync else arrived
+        for request_id in ended:
+            self._end_load(request_id, ok=request_id not in failures)
+
+    def _end_sync_loads(self) -> None:
+        """A load inside a step is over when the next but one is scheduled: steps may overlap by one."""
+        for request_id, (_, step) in list(self._loading.items()):
+            if self._steps > step + _OVERLAP:
+                self._end_load(request_id, ok=True)
+
+    def _end_load(self, request_id: str, *, ok: bool) -> None:
+        self._loading.pop(request_id, None)
+        entry = self.book.get(request_id)
+        if entry is not None and entry.ticket is not None:
+            self.book.loaded(request_id, entry.ticket.blocks * self._options.block_tokens if ok else 0)
+
+    def reset(self) -> None:
+        """The weights were changed, or may have been: a new epoch."""
+        self.book.new_epoch()
+        self._identity = new_epoch(self._engine.identity)
+        self._namespaces.clear()
+        self._namespace_of("", self._identity)
+
+    def _leaving(self, scheduler_output: Any) -> frozenset[str]:
+        """Requests that lost their blocks since the last step. Not every version says so; the status does."""
+        left_out = self._running - scheduler_output.num_scheduled_tokens.keys()
+        preempted = set(getattr(scheduler_output, "preempted_req_ids", None) or ())
+        for request_id in left_out:
+            request = self._requests.get(request_id)
+            if request is not None and request.status.name != _RUNNING:
+                preempted.add(request_id)
+        return frozenset(preempted)
+
+    def _entry(self, request: Any) -> Entry | None:
+        request_id = request.request_id
+        known = self.book.get(request_id)
+        if known is not None and not known.stale:
+            return known
+        reason = _left_alone(request)
+        if not reason:
+            try:
+                entry = self.book.enter(request_id, lambda: self._begin(request))
+                self._requests[request_id] = request
+                return entry
+            except CannotShareError as error:
+                reason = error.reason
+                log.warning("a request is left alone: %s", error)
+        self.skipped[reason] += 1
+        return None
+
+    def _begin(self, request: Any) -> tuple[Namespace, RequestChain]:
+        namespace = self._namespace(request)
+        salt = str(getattr(request, "cache_salt", None) or "").encode()
+        root = root_key(namespace.epoch.fingerprint, tenant_key=self._tenant_key, cache_salt=salt)
+        chain = RequestChain(root, namespace.epoch.fingerprint, self._options.block_tokens, _extras(request))
+        return namespace, chain
+
+    def _namespace(self, request: Any) -> Namespace:
+        lora = getattr(request, "lora_request", None)
+        if lora is None:
+            return self._namespaces[""]
+        name = f"{lora.lora_int_id} {lora.lora_name} {lora.lora_path}"
+        known = self._namespaces.get(name)
+        if known is None:
+            identity = self._engine.with_lora(str(lora.lora_path), self._identity)
+            known = self._namespace_of(name, identity)
+        return known
+
+    def _namespace_of(self, name: str, identity: NamespaceIdentity) -> Namespace:
+        namespace = Namespace(identity, label=self._engine.label)
+        self._namespaces[name] = namespace
+        self._identities[namespace.epoch.fingerprint] = identity
+        return namespace
+
+    def _catch_up(self, entry: Entry, request: Any) -> None:
+        have = entry.chain.tokens
+        if have < request.num_tokens:
+            entry.chain.add(request.all_token_ids[have:])
+
+    def _save(
+        self, orders: StepOrders, entry: Entry, request: Any, computed: int, table: tuple[list[int], ...] | None
+    ) -> None:
+        """Order what is whole when `computed` tokens are. Tokens not known yet (drafts, results on their way) wait."""
+        known = min(computed, request.num_tokens)
+        if self._options.prompt_only:
+            known = min(known, request.num_prompt_tokens)
+        if table is None or known // self._options.block_tokens <= entry.saved_blocks:
+            return
+        self._catch_up(entry, request)
+        blocks = self.book.to_save(entry, known)
+        if not blocks:
+            return
+        size = self._options.block_tokens
+        order = SaveOrder(
+            entry.request_id,
+            entry.chain.fingerprint,
+            entry.chain.keys(blocks.stop),
+            blocks.start,
+            blocks.stop,
+            self._pages(table, blocks.start * size, blocks.stop * size),
+            self._number,
+        )
+        self._number += 1
+        orders.saves.append(order)
+        if self.announcements is not None:
+            self.announcements.ordered(order.number, self._announced(request, order))
+        self._name(orders, order.fingerprint)
+
+    def _announced(self, request: Any, order: SaveOrder) -> StoredBlocks:
+        size, first = self._options.block_tokens, order.first_block * KEY_BYTES
+        return StoredBlocks(
+            order.keys[first:],
+            order.keys[first - KEY_BYTES : first] if first else None,
+            tuple(request.all_token_ids[order.first_block * size : order.end_block * size]),
+            size,
+            str(getattr(getattr(request, "lora_request", None), "lora_name", "") or ""),
+            str(getattr(request, "cache_salt", None) or ""),
+        )
+
+    def _pages(self, table: tuple[list[int], ...], first: int, end: int) -> tuple[PageRun, ...]:
+        groups = self._engine.groups
+        return tuple(page_run(ids, group.page_tokens, first, end) for ids, group in zip(table, groups, strict=True))
+
+    def _name(self, orders: StepOrders, fingerprint: bytes) -> None:
+        orders.namespaces[fingerprint] = self._identities[fingerprint]
+
+
+def _left_alone(request: Any) -> str:
+    """Why a request's KV is not cached; "" where it is."""
+    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+        return "prompt_embeds"
+    if getattr(request, "pooling_params", None) is not None:
+        return "pooling"
+    if getattr(request, "resumable", False):
+        return "streaming_input"
+    return ""
+
+
+def _extras(request: Any) -> list[Extra]:
+    """What takes the place of placeholder tokens, by content."""
+    return [
+        Extra(_IMAGE, str(feature.identifier).encode(), int(feature.mm_position.offset))
+        for feature in getattr(request, "mm_features", None) or ()
+    ]

@@ -1,0 +1,57 @@
+"""Tiny models with random weights, made in seconds. Run as a program: `models.py KIND FOLDER`.
+
+Embeddings are untied and weights drawn wide: else a random model says one token for ever, and equal outputs prove
+nothing.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+SEED = 7
+VOCABULARY = 4096
+WINDOW = 128
+
+
+def make(kind: str, folder: Path) -> None:
+    """A checkpoint of `kind` ("llama", "gemma3") in bfloat16, written by transformers."""
+    import torch
+    import transformers
+
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+        "initializer_range": 0.08, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    if kind == "llama":
+        config: Any = transformers.LlamaConfig(num_hidden_layers=3, **common)
+        model: Any = transformers.LlamaForCausalLM
+    elif kind == "gemma3":
+        kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+        config = transformers.Gemma3TextConfig(
+            num_hidden_layers=len(kinds), layer_types=kinds, sliding_window=WINDOW, **common
+        )
+        model = transformers.Gemma3ForCausalLM
+    else:
+        raise ValueError(f"no model {kind!r}")
+    torch.manual_seed(SEED)
+    model(config).to(torch.bfloat16).save_pretrained(folder)
+    _save_tokenizer(folder)
+
+
+def _save_tokenizer(folder: Path) -> None:
+    """Words w0, w1, ... are tokens 0, 1, ...: for servers, which want text."""
+    import tokenizers
+    import transformers
+
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
+    plain = tokenizers.Tokenizer(words)
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, unk_token="w0", bos_token="w1", eos_token="w2", pad_token="w0"
+    )
+    fast.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    make(sys.argv[1], Path(sys.argv[2]))

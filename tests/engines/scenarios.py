@@ -1,0 +1,197 @@
+"""What tests do inside the engine's process: each function gets the LLM and plain values, and answers plain values."""
+
+import time
+from typing import Any
+
+from tests.e2e.processes import wait_until
+
+WAIT_S = 60.0
+
+
+def generate(
+    llm: Any, prompts: list[list[int]], max_tokens: int, sampling: dict[str, Any] | None = None, **fields: Any
+) -> list[dict[str, Any]]:
+    """Greedy outputs of all prompts at once; `fields`: of each prompt."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(
+        temperature=0, max_tokens=max_tokens, logprobs=1, ignore_eos=True, detokenize=False, **(sampling or {})
+    )
+    asked = [{"prompt_token_ids": prompt, **fields} for prompt in prompts]
+    return [_output(each) for each in llm.generate(asked, parameters, use_tqdm=False)]
+
+
+def settle(llm: Any) -> None:
+    """Step until everything is saved and nothing is kept for it."""
+    core, until = llm.llm_engine.engine_core.engine_core, time.monotonic() + WAIT_S
+    transfers = _worker(llm).transfers
+    while core.scheduler.has_requests() or transfers.busy:
+        core.step_fn()
+        assert time.monotonic() < until, "saves do not end"
+
+
+def counts(llm: Any) -> dict[str, Any]:
+    """What the connector's sides know."""
+    scheduler, book = _scheduler(llm), _scheduler(llm).book
+    return {
+        "reasons": dict(book.reasons),
+        "skipped": dict(scheduler.skipped),
+        "loaded_tokens": book.loaded_tokens,
+        "looked_up_tokens": book.looked_up_tokens,
+        "entries": len(book),
+        "pinned_bytes": book.pinned_bytes,
+        "requests": len(scheduler._requests),
+        "free_blocks": _core(llm).scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        "engine_requests": len(_core(llm).scheduler.requests),
+    }
+
+
+def fingerprint(llm: Any) -> str:
+    """The namespace of requests without adapter."""
+    namespace = _scheduler(llm)._namespaces[""]
+    return str(namespace.epoch.fingerprint.hex())
+
+
+def _core(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core
+
+
+def _scheduler(llm: Any) -> Any:
+    return _core(llm).scheduler.connector._scheduler
+
+
+def _worker(llm: Any) -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._worker
+
+
+def _output(request: Any) -> dict[str, Any]:
+    completion = request.outputs[0]
+    return {
+        "tokens": list(completion.token_ids),
+        "cached": request.num_cached_tokens or 0,
+        "logprobs": [next(iter(each.values())).logprob for each in completion.logprobs or ()],
+        "finish_reason": str(completion.finish_reason),
+    }
+
+
+def announced(llm: Any, prompt: list[int]) -> list[dict[str, Any]]:
+    """What the engine publishes of ours for a prompt, encoded and decoded with vLLM's own classes."""
+    import msgspec
+    from vllm.distributed.kv_events import BlockStored, KVEventBatch
+
+    publisher = _core(llm).scheduler.kv_event_publisher
+    wire: list[bytes] = []
+    original = publisher.publish
+    publisher.publish = lambda batch: wire.append(msgspec.msgpack.encode(batch))
+    try:
+        generate(llm, [prompt], 1)
+        settle(llm)
+        until = time.monotonic() + WAIT_S
+        while not wire and time.monotonic() < until:
+            generate(llm, [[7] * 8], 1)  # events leave with a step
+    finally:
+        publisher.publish = original
+    decoded = [msgspec.msgpack.decode(each, type=KVEventBatch) for each in wire]
+    events = [event for batch in decoded for event in batch.events]
+    ours = [each for each in events if isinstance(each, BlockStored) and each.medium == "CPU"]
+    return [
+        {
+            "hashes": [each.hex() for each in event.block_hashes],
+            "parent": event.parent_block_hash.hex() if event.parent_block_hash else "",
+            "tokens": event.token_ids,
+            "block_size": event.block_size,
+        }
+        for event in ours
+    ]
+
+
+def root(llm: Any) -> str:
+    """The parent of every first block of requests without salt and adapter."""
+    return str(_scheduler(llm)._namespaces[""].epoch.root.hex())
+
+
+def abort_after(llm: Any, prompt: list[int], steps: int, name: str) -> None:
+    """A request that is aborted after so many steps of the engine."""
+    _add(llm, name, prompt, 8)
+    for _ in range(steps):
+        llm.llm_engine.step()
+    llm.llm_engine.abort_request([name])
+    llm.llm_engine.step()
+
+
+def crowd(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, int]:
+    """Requests that do not fit at once: how many finished with all their tokens, and how often one was preempted."""
+    core = _core(llm)
+    preempted: list[str] = []
+    original = core.scheduler._preempt_request
+
+    def counted(request: Any, *arguments: Any, **more: Any) -> None:
+        preempted.append(request.request_id)
+        original(request, *arguments, **more)
+
+    core.scheduler._preempt_request = counted
+    outputs = generate(llm, prompts, max_tokens)
+    core.scheduler._preempt_request = original
+    return {"whole": sum(len(each["tokens"]) == max_tokens for each in outputs), "preempted": len(preempted)}
+
+
+def change_weights(llm: Any, factor: float) -> bool:
+    """Scale a weight of the running model (matrices are repacked when loaded), and tell vLLM."""
+    model = _core(llm).model_executor.driver_worker.worker.model_runner.get_model()
+    next(p for name, p in model.named_parameters() if "input_layernorm" in name).data.mul_(factor)
+    return bool(llm.reset_prefix_cache(reset_connector=True))
+
+
+def forget_own_cache(llm: Any) -> bool:
+    """Empty vLLM's own prefix cache, not ours."""
+    return bool(llm.reset_prefix_cache())
+
+
+def kill_while_loading(llm: Any, prompt: list[int], max_tokens: int, pid: int) -> dict[str, Any]:
+    """Kill a daemon when slots are leased and their copy is about to begin."""
+    import os
+    import signal
+
+    worker = _worker(llm)
+    original = worker._client.copy_by_ticket
+
+    def killing(*arguments: Any) -> Any:
+        os.kill(pid, signal.SIGKILL)
+        assert wait_until(lambda: not worker._client._link.session.alive)
+        return original(*arguments)
+
+    worker._client.copy_by_ticket = killing
+    try:
+        return generate(llm, [prompt], max_tokens)[0]
+    finally:
+        worker._client.copy_by_ticket = original
+
+
+def break_loads(llm: Any, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    """Every load of this request fails after it has written garbage."""
+    from prefixcache_client import CopyResult
+
+    worker = _worker(llm)
+    original = worker._client.copy_by_ticket
+
+    def broken(*arguments: Any) -> Any:
+        original(*arguments)
+        for layer in worker._layers.values():
+            for tensor, _, _ in layer.views:
+                tensor[1:].fill_(2.0)  # finite: kernels read past the end of a prompt and mask it
+        return CopyResult(ok=False, tokens=0, size_bytes=0, reason="lease_lost")
+
+    worker._client.copy_by_ticket = broken
+    try:
+        return generate(llm, [prompt], max_tokens)[0]
+    finally:
+        worker._client.copy_by_ticket = original
+
+
+def _add(llm: Any, name: str, prompt: list[int], max_tokens: int) -> None:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)

@@ -1,0 +1,58 @@
+"""Other forms of KV in vLLM: windows beside full attention, quantised KV; each engine cold, then from the daemon."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.processes import DaemonProcess
+from tests.engines.conftest import Checkpoints
+from tests.engines.test_vllm import prompt
+from tests.engines.vllm_engine import Engine
+
+LONG = prompt(1, 700)
+FORKED = prompt(2, 700, like=LONG[:512])
+
+
+def test_sliding_windows(shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    address = f"unix://{shared_daemon.socket}"
+    chunked = {"max_num_batched_tokens": 256}
+    with Engine(checkpoints("gemma3"), address, log=tmp_path / "first", **chunked) as engine:
+        cold = engine.one(LONG)
+        forked_cold = engine.one(FORKED, cache_salt="cold")
+        engine.call("settle")
+        again = engine.one(LONG)
+        assert (again.tokens, again.cached) == (cold.tokens, 640)
+        begin = prompt(3, 300)
+        answer = engine.one(begin, max_tokens=200)  # longer than the window: its blocks are saved as it runs
+        engine.call("settle")
+        turn = begin + answer.tokens + prompt(4, 50)
+        expected = engine.one(turn, cache_salt="cold")
+        counts = engine.call("counts")
+        assert (counts["entries"], counts["engine_requests"]) == (0, 0)
+    with Engine(
+        checkpoints("gemma3"), address, log=tmp_path / "second", enable_prefix_caching=True, block_size=64
+    ) as engine:
+        loaded = engine.one(LONG)
+        assert (loaded.tokens, loaded.cached) == (cold.tokens, 640)
+        # vLLM alone keeps windows only at the end of a prompt; every block is stored here, so a fork is found as well.
+        forked = engine.one(FORKED)
+        assert forked.tokens == forked_cold.tokens
+        assert forked.cached >= 512
+        follow = engine.one(turn)
+        assert (follow.tokens, follow.cached) == (expected.tokens, 448)
+        assert engine.call("forget_own_cache")
+        broken = engine.call("break_loads", prompt=LONG, max_tokens=16)
+        assert broken["tokens"] == cold.tokens
+        assert engine.call("counts")["reasons"]["load_failed"] == 1
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3"])
+def test_quantised(shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path: Path, dtype: str) -> None:
+    with Engine(
+        checkpoints("llama"), f"unix://{shared_daemon.socket}", log=tmp_path / "log", kv_cache_dtype=dtype
+    ) as engine:
+        cold = engine.one(LONG)
+        assert cold.cached == 0
+        engine.call("settle")
+        again = engine.one(LONG)
+        assert (again.tokens, again.cached) == (cold.tokens, 640)

@@ -1,0 +1,42 @@
+"""The OpenAI server with the documented flag: killed and restarted, its prompts are still there; the daemon killed and
+restarted, it goes on."""
+
+import time
+from pathlib import Path
+
+from tests.e2e.processes import DaemonProcess, wait_until
+from tests.engines.conftest import Checkpoints
+from tests.engines.test_vllm import prompt
+from tests.engines.vllm_server import Server, documented_flag
+
+LONG = prompt(1, 700)
+HITS = "vllm:external_prefix_cache_hits_total"
+
+
+def test_server(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = tmp_path / "daemon"
+    folder.mkdir()
+    daemon = DaemonProcess(folder, host_bytes="64MiB")
+    flag = ("--kv-transfer-config", documented_flag(f"unix://{daemon.socket}"), "--no-enable-prefix-caching")
+    try:
+        with Server(checkpoints("llama"), tmp_path / "first.log", *flag) as server:
+            cold = server.complete(LONG)
+            assert wait_until(lambda: server.complete(LONG) == cold and server.metric(HITS) >= 640)
+        with Server(checkpoints("llama"), tmp_path / "second.log", *flag) as server:
+            assert server.complete(LONG) == cold
+            assert server.metric(HITS) == 640
+            no_cache_s = 0.0
+            for salt in ("nobody else's", "nor this", "nor that"):
+                began = time.monotonic()
+                assert server.complete(LONG, cache_salt=salt) == cold
+                no_cache_s = max(no_cache_s, time.monotonic() - began)
+            daemon.kill()
+            for _ in range(3):
+                began = time.monotonic()
+                assert server.complete(LONG) == cold
+                assert time.monotonic() - began <= no_cache_s + 1.0
+            daemon = DaemonProcess(folder, host_bytes="64MiB")
+            before = server.metric(HITS)
+            assert wait_until(lambda: server.complete(LONG) == cold and server.metric(HITS) > before)
+    finally:
+        daemon.kill()

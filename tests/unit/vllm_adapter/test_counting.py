@@ -1,0 +1,15 @@
+"""Counters as flat numbers."""
+
+from collections import Counter
+
+from prefixcache_vllm.counting import added, difference, scheduler_numbers, worker_numbers
+from prefixcache_vllm.transfers import Counts
+
+
+def test_numbers() -> None:
+    worker = worker_numbers(Counts(loads=2, load_bytes=10, loads_failed=Counter(lease_lost=1)))
+    assert worker == {"loads": 2, "load_bytes": 10, "load_failed.lease_lost": 1}
+    first = scheduler_numbers({"loaded_tokens": 64}, {"not_stored": 1}, {})
+    second = scheduler_numbers({"loaded_tokens": 128}, {"not_stored": 1}, {"pooling": 2})
+    assert difference(second, first) == {"loaded_tokens": 64, "left_alone.pooling": 2}
+    assert added(worker, {"loads": 1}) == worker | {"loads": 3}

@@ -1,0 +1,141 @@
+"""The identity of an engine from vLLM's config objects, and what switches the cache off."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from prefixcache.identity.model import namespace_from_hf
+from prefixcache.identity.weights import weights_digest
+from prefixcache_vllm.identity import CannotShareError, engine_identity, layer_index, lora_digest, new_epoch
+from prefixcache_vllm.options import Options
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file({"model.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def config_of(folder: Path, **changes: Any) -> Any:
+    """A VllmConfig; `changes` by dotted name."""
+    made = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=str(folder), model_weights="", served_model_name="tiny", hf_config=dict(CONFIG), dtype=torch.bfloat16,
+            max_model_len=512, quantization=None, revision=None,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False),
+        load_config=SimpleNamespace(load_format="auto"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+    )  # fmt: skip
+    for name, value in changes.items():
+        owner, field = name.split("__")
+        setattr(getattr(made, owner), field, value)
+    return made
+
+
+def kv_config(heads: int = 2, size: int = 16, dtype: torch.dtype = torch.bfloat16, layers: int = 2) -> Any:
+    spec = SimpleNamespace(block_size=32, num_kv_heads=heads, head_size=size, dtype=dtype)
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(layers)]
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=names, kv_cache_spec=spec)])
+
+
+def test_is_the_checkpoints_own(folder: Path) -> None:
+    engine = engine_identity(config_of(folder), kv_config(), Options())
+    expected = namespace_from_hf(CONFIG, weights_digest(folder), "bfloat16", compute_dtype="bfloat16").identity
+    assert engine.identity.fingerprint() == expected.fingerprint()
+    assert engine.groups[0].page_tokens == 32
+    assert sorted(engine.groups[0].layers.values()) == [0, 1]
+    assert not engine.hybrid
+
+
+def test_engine_settings_that_change_the_bytes(folder: Path) -> None:
+    def print_of(spec: Any = None, **changes: Any) -> bytes:
+        return engine_identity(config_of(folder, **changes), spec or kv_config(), Options()).identity.fingerprint()
+
+    prints = [
+        print_of(),
+        print_of(kv_config(dtype=torch.uint8), cache_config__cache_dtype="fp8"),
+        print_of(kv_config(dtype=torch.uint8), cache_config__cache_dtype="fp8_e5m2"),
+        print_of(kv_config(dtype=torch.float16), model_config__dtype=torch.float16),
+        print_of(model_config__quantization="fp8"),
+        print_of(model_config__hf_config=CONFIG | {"rope_theta": 5e5}),
+    ]
+    assert len(set(prints)) == len(prints)
+    assert print_of(model_config__served_model_name="another") == prints[0], "a name is no identity"
+
+
+@pytest.mark.parametrize(
+    ("changes", "spec", "reason"),
+    [
+        ({"load_config__load_format": "dummy"}, {}, "weights_unknown"),
+        ({"cache_config__cache_dtype": "fp8_inc"}, {}, "kv_dtype_unknown"),
+        ({"cache_config__calculate_kv_scales": True}, {}, "dynamic_scales"),
+        ({"parallel_config__pipeline_parallel_size": 2}, {}, "pipeline_parallel"),
+        ({}, {"heads": 4}, "layout_mismatch"),
+        ({}, {"size": 32}, "layout_mismatch"),
+        ({}, {"dtype": torch.uint8}, "layout_mismatch"),
+        ({}, {"layers": 1}, "layout_mismatch"),
+        ({}, {"layers": 0}, "no_kv_cache"),
+    ],
+)
+def test_switched_off(folder: Path, changes: dict[str, Any], spec: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CannotShareError) as error:
+        engine_identity(config_of(folder, **changes), kv_config(**spec), Options())
+    assert error.value.reason == reason
+
+
+def test_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(CannotShareError) as error:
+        engine_identity(config_of(tmp_path), kv_config(), Options())
+    assert error.value.reason == "weights_unknown"
+
+
+def test_layers_that_keep_something_else(folder: Path) -> None:
+    config = kv_config()
+    config.kv_cache_groups[0].kv_cache_spec = SimpleNamespace(block_size=32, shapes=())
+    with pytest.raises(CannotShareError) as error:
+        engine_identity(config_of(folder), config, Options())
+    assert error.value.reason == "layer_unknown"
+
+
+def test_ranks_keep_their_heads(folder: Path) -> None:
+    config = config_of(folder, parallel_config__tensor_parallel_size=2)
+    one = engine_identity(config_of(folder), kv_config(), Options())
+    assert engine_identity(config, kv_config(heads=1), Options()).identity == one.identity
+
+
+def test_epochs_are_never_the_same(folder: Path) -> None:
+    identity = engine_identity(config_of(folder), kv_config(), Options()).identity
+    assert len({identity.fingerprint(), new_epoch(identity).fingerprint(), new_epoch(identity).fingerprint()}) == 3
+
+
+def test_adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    engine = engine_identity(config_of(folder), kv_config(), Options())
+    prints = {engine.identity.fingerprint()}
+    for rank in (8, 16):
+        adapter = tmp_path_factory.mktemp("lora")
+        save_file({"a": torch.full((2, 2), 1.0)}, adapter / "adapter_model.safetensors")
+        (adapter / "adapter_config.json").write_text(json.dumps({"r": rank}))
+        prints.add(engine.with_lora(str(adapter), engine.identity).fingerprint())
+    assert len(prints) == 3
+    with pytest.raises(CannotShareError):
+        lora_digest(folder)
+
+
+def test_layer_names() -> None:
+    assert layer_index("model.layers.12.self_attn.attn") == 12
+    assert layer_index("layers.3") == 3
+    assert layer_index("model.attn") is None
+    assert layer_index("blocks.3.layers.1.attn") is None

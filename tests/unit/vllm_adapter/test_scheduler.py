@@ -1,0 +1,221 @@
+"""vLLM's requests and steps as orders: what is saved when, from which pages, and whose pages must be let go."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prefixcache.identity.keys import block_keys, root_key
+from prefixcache_vllm.options import Options
+from prefixcache_vllm.orders import PageRun
+from prefixcache_vllm.scheduler import SchedulerSide
+from tests.unit.vllm_adapter.fakes import NAMESPACE, SIZE, FakeAsker, FakeRequest, blocks_of, engine, step
+
+
+@pytest.fixture
+def asker() -> FakeAsker:
+    return FakeAsker()
+
+
+def side_of(asker: FakeAsker, **options: Any) -> SchedulerSide:
+    return SchedulerSide(engine(), Options(**options), asker)
+
+
+def request(name: str = "r", tokens: int = 200) -> FakeRequest:
+    return FakeRequest(name, list(range(1, tokens + 1)))
+
+
+def admit(side: SchedulerSide, asker: FakeAsker, each: FakeRequest, table: list[int], found: int = 0) -> None:
+    """From arrival to running, with `found` blocks loaded."""
+    assert side.matched(each, 0) == (None, False)
+    asker.tell(found)
+    external, later = side.matched(each, 0)
+    assert (external, later) == (found * SIZE, found > 0)
+    side.placed(each, (table,), external or 0)
+    if found:
+        (order,) = side.step(step({}, {})).loads
+        assert (order.from_token, order.to_token) == (0, external)
+        side.loaded({each.request_id}, (), ())
+        each.num_computed_tokens = external or 0
+        side.placed(each, (table,), 0)
+
+
+def test_a_prompt_is_saved_in_the_step_that_computes_it(asker: FakeAsker) -> None:
+    side, each = side_of(asker), request()
+    table = list(range(10, 17))
+    admit(side, asker, each, table)
+    orders = side.step(step({"r": 200}, {"r": (table,)}))
+    (order,) = orders.saves
+    assert (order.first_block, order.end_block) == (0, 3)
+    assert order.pages == (PageRun(0, tuple(table[:6])),)
+    assert order.keys == block_keys(NAMESPACE.epoch.root, each.all_token_ids, SIZE)
+    assert orders.namespaces.keys() == {order.fingerprint}
+
+
+def test_chunks_and_generated_tokens_follow(asker: FakeAsker) -> None:
+    side, each = side_of(asker), request()
+    table = list(range(10, 20))
+    admit(side, asker, each, table)
+    assert side.step(step({"r": 100}, {"r": (table,)})).saves[0].end_block == 1
+    each.num_computed_tokens = 100
+    (order,) = side.step(step({"r": 100}, {"r": (table,)})).saves
+    assert (order.first_block, order.end_block, order.pages[0].first) == (1, 3, 2)
+    each.num_computed_tokens = 200
+    each.output = list(range(500, 556))
+    assert not side.step(step({"r": 1}, {"r": (table,)})).saves
+    each.num_computed_tokens = 255
+    (order,) = side.step(step({"r": 1}, {"r": (table,)})).saves
+    assert (order.first_block, order.end_block, blocks_of(order.keys)) == (3, 4, 4)
+
+
+def test_drafts_are_not_saved(asker: FakeAsker) -> None:
+    side, each = side_of(asker), request(tokens=191)
+    admit(side, asker, each, [1] * 10)
+    side.step(step({"r": 191}, {"r": ([1] * 10,)}))
+    each.num_computed_tokens = 191
+    # The step computes three guesses beyond what is known; block 3 would be whole with them.
+    assert not side.step(step({"r": 4}, {"r": ([1] * 10,)})).saves
+
+
+def test_prompt_only(asker: FakeAsker) -> None:
+    side, each = side_of(asker, prompt_only=True), request()
+    admit(side, asker, each, [1] * 10)
+    each.output = list(range(500, 600))
+    (order,) = side.step(step({"r": 300}, {"r": ([1] * 10,)})).saves
+    assert order.end_block == 3
+
+
+def test_what_was_loaded_is_not_saved_again(asker: FakeAsker) -> None:
+    side, each = side_of(asker), request(tokens=400)
+    admit(side, asker, each, [1] * 13, found=4)
+    (order,) = side.step(step({"r": 144}, {"r": ([1] * 13,)})).saves
+    assert (order.first_block, order.end_block) == (4, 6)
+
+
+def test_pages_are_kept_until_saves_are_over(asker: FakeAsker) -> None:
+    side, each = side_of(asker), request()
+    admit(side, asker, each, [1] * 10)
+    side.step(step({"r": 200}, {"r": ([1] * 10,)}))
+    each.num_computed_tokens = 200
+    each.output = [9]
+    assert side.finished(each, ([1] * 10,))
+    assert side.step(step({}, {})).closing == {"r"}
+    assert not side.step(step({}, {})).closing
+    assert len(side.book) == 0
+
+
+def test_a_block_that_became_whole_with_the_last_results_is_saved_at_the_end(asker: FakeAsker) -> None:
+    side, each = side_of(asker), request()
+    table = list(range(10, 20))
+    admit(side, asker, each, table)
+    side.step(step({"r": 200}, {"r": (table,)}))
+    each.num_computed_tokens, each.output = 260, list(range(500, 561))
+    assert side.finished(each, (table,))
+    (order,) = side.step(step({}, {})).saves
+    assert (order.first_block, order.end_block) == (3, 4)
+
+
+def test_a_request_that_saved_nothing_keeps_nothing(asker: FakeAsker) -> None:
+    side, each = side_of(asker), request(tokens=30)
+    assert side.matched(each, 0) == (0, False)
+    assert not side.finished(each, ([1],))
+
+
+def test_aborted_while_loading_keeps_its_lease_until_the_copy_is_over(asker: FakeAsker) -> None:
+    side, each = side_of(asker), request()
+    side.matched(each, 0)
+    asker.tell(2)
+    side.placed(each, ([5, 6, 7, 8],), side.matched(each, 0)[0] or 0)
+    side.step(step({}, {}))
+    assert not side.finished(each, ([5, 6, 7, 8],)), "vLLM itself waits for the load"
+    assert asker.open == 1
+    side.loaded({"r"}, (), ())
+    assert (asker.open, len(side.book)) == (0, 0)
+
+
+def test_a_failure_told_by_page_is_found(asker: FakeAsker) -> None:
+    side = side_of(asker)
+    for number, name in enumerate("ab"):
+        each = request(name)
+        side.matched(each, 0)
+        asker.tell(2)
+        side.placed(each, ([10 * number + i for i in range(1, 5)],), side.matched(each, 0)[0] or 0)
+    side.step(step({}, {}))
+    side.loaded({"a", "b"}, (), {12})
+    assert side.book.loaded_tokens == 128
+    assert sorted(used for _, used in asker.given_back) == [0, 128]
+
+
+def test_leaving_are_those_that_lost_their_blocks(asker: FakeAsker) -> None:
+    side = side_of(asker)
+    for name in "abc":
+        admit(side, asker, request(name), [1] * 10)
+    requests = {name: side._requests[name] for name in "abc"}
+    tables: dict[str, tuple[list[int], ...]] = {name: ([1] * 10,) for name in "abc"}
+    assert not side.step(step(dict.fromkeys("abc", 10), tables)).leaving
+    requests["b"].status = SimpleNamespace(name="PREEMPTED")
+    # a is left out of the step by the token budget, b lost its blocks, c goes on but lost and got blocks in between
+    assert side.step(step({"c": 10}, tables, preempted_req_ids={"c"})).leaving == {"b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"prompt_token_ids": None}, "prompt_embeds"),
+        ({"pooling_params": 1}, "pooling"),
+        ({"resumable": True}, "streaming_input"),
+    ],
+)
+def test_requests_that_are_left_alone(asker: FakeAsker, change: dict[str, Any], reason: str) -> None:
+    side, each = side_of(asker), request()
+    for name, value in change.items():
+        setattr(each, name, value)
+    assert side.matched(each, 0) == (0, False)
+    assert side.skipped == {reason: 1}
+    assert not side.finished(each, ([1],))
+
+
+def test_salt_images_and_epochs_change_the_keys(asker: FakeAsker) -> None:
+    side = side_of(asker)
+    keys = set()
+    plain = request("a")
+    salted = request("b")
+    salted.cache_salt = "s"
+    image = request("c")
+    image.mm_features = [SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=70))]
+    for each in (plain, salted, image):
+        side.matched(each, 0)
+        keys.add(asker.asked[-1].question.keys)
+    first = asker.asked[0].question.keys
+    assert first == block_keys(NAMESPACE.epoch.root, plain.all_token_ids, SIZE)
+    assert asker.asked[1].question.keys == block_keys(
+        root_key(NAMESPACE.epoch.fingerprint, cache_salt=b"s"), plain.all_token_ids, SIZE
+    )
+    assert asker.asked[2].question.keys[:32] == first[:32], "the image begins in the second block"
+    side.reset()
+    again = request("d")
+    side.matched(again, 0)
+    keys.add(asker.asked[-1].question.keys)
+    assert len(keys) == 4
+    assert side.book.get("a") is not None
+
+
+def test_an_arrival_is_hinted_at_without_a_lease(asker: FakeAsker) -> None:
+    side, each = side_of(asker), request()
+    side.arrived(each)
+    side.arrived(request("short", 10))
+    assert [blocks_of(hint.keys) for hint in asker.hints] == [3]
+    assert not asker.asked
+    side.matched(each, 0)
+    assert asker.asked[0].question.keys == asker.hints[0].keys
+
+
+def test_roles(asker: FakeAsker) -> None:
+    reader = SchedulerSide(engine(), Options(), asker, saves=False)
+    each = request()
+    admit(reader, asker, each, [1] * 10)
+    assert not reader.step(step({"r": 200}, {"r": ([1] * 10,)})).saves
+    writer = SchedulerSide(engine(), Options(), asker, loads=False)
+    assert writer.matched(each, 0) == (0, False)
+    writer.placed(each, ([1] * 10,), 0)
+    assert writer.step(step({"r": 200}, {"r": ([1] * 10,)})).saves

@@ -14,7 +14,8 @@ from prefixcache.server.config import Config
 from tests.unit.cli.conftest import Run
 
 COMMANDS = (
-    "serve", "status", "describe", "clear", "config", "bench", "demo", "pin", "unpin", "pins", "prefetch", "prefixes", "evict", "drain", "flush",
+    "serve", "status", "describe", "clear", "config", "bench", "demo", "pin", "unpin", "pins", "prefetch", "prefixes",
+    "evict", "drain", "flush",
 )  # fmt: skip
 
 

@@ -48,10 +48,10 @@ def test_table_shows_tiers_namespaces_rate_and_sessions(admin: FakeAdmin, run: R
 
 
 def test_labels_cannot_bring_markup_into_the_table(admin: FakeAdmin, run: Run) -> None:
-    admin.stats = some_stats(a_namespace(label="[red]x[/red][/]"))
+    admin.stats = some_stats(a_namespace(label="[red]x[/][/]"))
     result = run("status")
     assert result.exit_code == 0
-    assert "[red]x[/red][/]" in result.stdout
+    assert "[red]x[/][/]" in result.stdout
 
 
 def test_sick_parts_and_unknown_reasons_are_shown(admin: FakeAdmin, run: Run) -> None:

@@ -137,6 +137,8 @@ class PinBook:
             log.warning("a pin could not be restored", extra={"facts": {"label": entry.label, "why": reply.message}})
 
     def _save(self) -> None:
+        if self._shell.owner.failure:
+            return  # what is pinned is not known any more; the file stays as it was
         self.read()  # what is in the file and was not read yet must not be lost
         folder = self._folder() if self._folder is not None else None
         if folder is None:

@@ -2,9 +2,9 @@
 
 numpy copies fastest, but takes the interpreter lock once a move; beside a thread that keeps the interpreter busy each
 taking waits up to 5 ms. Whole slots beside one stretch of bytes are one call of `copying` anyway. Another batch starts
-with numpy, and when a move takes far longer than its bytes can, the rest goes in O(1) lock acquisitions: by `vectored`,
-or, where the contiguous stretches are too short for that, by torch's `_foreach_copy_` if the worker has torch loaded.
-Device memory goes by one kernel launch or by torch, on the current stream.
+with numpy, and when several copies in a row take far longer than their bytes can, the rest goes in O(1) lock
+acquisitions: by `vectored`, or, where the contiguous stretches are too short for that, by torch's `_foreach_copy_` if
+the worker has torch loaded. Device memory goes by one kernel launch or by torch, on the current stream.
 
 Generations are checked by the caller, after the copy (and after its CUDA event).
 """
@@ -19,13 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixcache_offload import copying, vectored
-from prefixcache_offload.engine import Job, Move
+from prefixcache_offload.engine import Job, Move, Pieces
 from prefixcache_offload.memory import WORDS, Memory
 from prefixcache_offload.strides import Strided
 
 _SLOWEST_BYTES_PER_S = 0.5e9
 _PATIENCE_S = 0.002
-"""A move slower than both together was waiting for the interpreter, not for memory."""
+"""A copy slower than both together was waiting, for the interpreter or for a core."""
+
+_SLOW_IN_A_ROW = 3
+"""Whoever waits for a core waits once in a few milliseconds of work; for a busy interpreter, at every copy."""
 
 _FEWEST_SLOTS = 2
 
@@ -76,45 +79,55 @@ def _by_numpy(
     pool: Memory, jobs: Sequence[Job], *, to_engine: bool, clock: Callable[[], float] = time.perf_counter
 ) -> Sequence[Job]:
     """Copy until the interpreter proves busy; answer the jobs that are left (the first of them perhaps half done)."""
+    slow = 0
     for index, job in enumerate(jobs):
         if _as_slots(pool, job, to_engine=to_engine):
             continue
         before = clock()
-        for ours, theirs in _arrays(pool, job):
+        for copied_bytes in _copies(pool, job, to_engine=to_engine):
+            after = clock()
+            late = after - before > _PATIENCE_S + copied_bytes / _SLOWEST_BYTES_PER_S
+            slow, before = slow + 1 if late else 0, after
+            if slow >= _SLOW_IN_A_ROW:
+                return jobs[index:]
+    return ()
+
+
+def _copies(pool: Memory, job: Job, *, to_engine: bool) -> Iterator[int]:
+    """Do the copies of a job, answering the bytes of each."""
+    for some in job.moves:
+        for ours, theirs in _arrays(pool, job.memory, some, job.itemsize):
             if to_engine:
                 np.copyto(theirs, ours)
             else:
                 np.copyto(ours, theirs)
-            after = clock()
-            if after - before > _PATIENCE_S + ours.nbytes / _SLOWEST_BYTES_PER_S:
-                return jobs[index:]
-            before = after
-    return ()
+            yield ours.nbytes
 
 
-def _arrays(pool: Memory, job: Job) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-    """Both sides of every move of a job, as arrays. No object but these for a piece: there may be tens of thousands."""
-    for some in job.moves:
-        if isinstance(some, Move):
-            yield pool.array(some.pool, job.itemsize), job.memory.array(some.engine, job.itemsize)
-            continue
-        (ours, theirs), pool_at, engine_at, runs = some
-        pool_offsets, engine_offsets = (pool_at + ours.offset).tolist(), (engine_at + theirs.offset).tolist()
-        left, right, word = pool.flat, job.memory.flat, WORDS[job.itemsize]
-        for first, count in runs:
-            at, there = pool_offsets[first], engine_offsets[first]
-            if count == 1:
-                yield (
-                    np.ndarray(ours.shape, word, left, at, ours.strides),
-                    np.ndarray(theirs.shape, word, right, there, theirs.strides),
-                )
-            else:
-                shape = (count, *ours.shape)
-                steps = pool_offsets[first + 1] - at, engine_offsets[first + 1] - there
-                yield (
-                    np.ndarray(shape, word, left, at, (steps[0], *ours.strides)),
-                    np.ndarray(shape, word, right, there, (steps[1], *theirs.strides)),
-                )
+def _arrays(
+    pool: Memory, memory: Memory, some: Move | Pieces, itemsize: int
+) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+    """Both sides of every copy, as arrays. No object but these for a piece: there may be tens of thousands."""
+    if isinstance(some, Move):
+        yield pool.array(some.pool, itemsize), memory.array(some.engine, itemsize)
+        return
+    (ours, theirs), pool_at, engine_at, runs = some
+    pool_offsets, engine_offsets = (pool_at + ours.offset).tolist(), (engine_at + theirs.offset).tolist()
+    left, right, word = pool.flat, memory.flat, WORDS[itemsize]
+    for first, count in runs:
+        at, there = pool_offsets[first], engine_offsets[first]
+        if count == 1:
+            yield (
+                np.ndarray(ours.shape, word, left, at, ours.strides),
+                np.ndarray(theirs.shape, word, right, there, theirs.strides),
+            )
+        else:
+            shape = (count, *ours.shape)
+            steps = pool_offsets[first + 1] - at, engine_offsets[first + 1] - there
+            yield (
+                np.ndarray(shape, word, left, at, (steps[0], *ours.strides)),
+                np.ndarray(shape, word, right, there, (steps[1], *theirs.strides)),
+            )
 
 
 def _as_slots(pool: Memory, job: Job, *, to_engine: bool) -> bool:

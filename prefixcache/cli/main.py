@@ -162,6 +162,9 @@ def simulate(
         int, typer.Option(metavar="N", min=1, max=65_536, help="Tokens of a block of the trace.")
     ] = 512,
     block_bytes: Annotated[str | None, typer.Option(metavar="SIZE", help="Bytes of a block.")] = None,
+    gpu_capacity: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="A GPU pool above memory, as large as this.")
+    ] = None,
     disk_capacity: Annotated[
         str | None, typer.Option(metavar="SIZES", help="A disk below memory, as large as this; 0 for none.")
     ] = None,
@@ -183,8 +186,8 @@ def simulate(
     from prefixcache.cli.simulate import Options, run
 
     options = Options(
-        policy, capacity, block_tokens, block_bytes, disk_capacity, disk_bandwidth, host_bandwidth, prefill_rate, seed,
-        plot, skip_bad,
+        policy, capacity, block_tokens, block_bytes, gpu_capacity, disk_capacity, disk_bandwidth, host_bandwidth,
+        prefill_rate, seed, plot, skip_bad,
     )  # fmt: skip
     run(Settings.of(context, as_json=json), trace, options)
 

@@ -41,6 +41,7 @@ class Options:
     capacities: str
     block_tokens: int
     block_bytes: str | None
+    gpu_capacity: str | None
     disk_capacities: str | None
     disk_bandwidth: str
     host_bandwidth: str
@@ -90,12 +91,17 @@ def _policies(text: str) -> tuple[str, ...]:
 
 def _plan(trace: Trace, policies: tuple[str, ...], options: Options) -> Plan:
     block_bytes = _rate("--block-bytes", options.block_bytes) if options.block_bytes is not None else None
+    if block_bytes is None and (options.disk_capacities is not None or options.gpu_capacity is not None):
+        hint = "say how many bytes a block takes with --block-bytes"
+        raise bad_usage("--disk-capacity and --gpu-capacity: what tiers move at once depends on bytes", hint)
     disks: tuple[int, ...] = (0,)
+    gpu = 0
     if options.disk_capacities is not None:
-        if block_bytes is None:
-            hint = "say how many bytes a block takes with --block-bytes"
-            raise bad_usage("--disk-capacity: how long loading takes depends on bytes", hint)
         disks = _capacities("--disk-capacity", options.disk_capacities, trace, block_bytes)
+    if options.gpu_capacity is not None:
+        gpu, *more = _capacities("--gpu-capacity", options.gpu_capacity, trace, block_bytes)
+        if more:
+            raise bad_usage("--gpu-capacity takes one size", "sweeps are over --capacity and --disk-capacity")
     return Plan(
         policies,
         _capacities("--capacity", options.capacities, trace, block_bytes),
@@ -106,12 +112,13 @@ def _plan(trace: Trace, policies: tuple[str, ...], options: Options) -> Plan:
         disks,
         _rate("--disk-bandwidth", options.disk_bandwidth),
         _rate("--host-bandwidth", options.host_bandwidth),
+        gpu,
     )
 
 
 def _capacities(option: str, texts: str, trace: Trace, block_bytes: int | None) -> tuple[int, ...]:
     try:
-        return capacities_blocks(texts, trace.unique_blocks, block_bytes, or_none=option == "--disk-capacity")
+        return capacities_blocks(texts, trace.unique_blocks, block_bytes, or_none=option != "--capacity")
     except ValueError as error:
         hint = "a share such as 0.05, blocks such as 2000, or bytes such as 4GiB with --block-bytes"
         raise bad_usage(f"{option}: {error}", hint) from error
@@ -189,26 +196,29 @@ def _draw(trace: Trace, rows: list[Row]) -> list[RenderableType]:
     from rich.table import Table
 
     title = f"{trace.name}: {len(trace.requests):,} requests, {trace.unique_blocks:,} unique blocks"
-    with_disk = any(row.disk_blocks for row in rows)
+    tiers = [name for name in ("gpu", "disk") if any(tier.tier == name for row in rows for tier in row.tiers)]
     table = Table(title=title, title_justify="left")
-    table.add_column("policy")
-    heads = ["memory", "disk", "hits", "of disk", "disk in", "disk out", "saved"]
-    for head in heads if with_disk else ["capacity", "share", "hits", "stored", "saved", "took"]:
+    table.add_column("policy", no_wrap=True)
+    heads = ["capacity", "share", "hits", "stored", "saved", "took"]
+    if tiers:
+        heads = ["memory", "disk", "hits", *(f"of {name}" for name in tiers), "to disk", "saved"]
+    for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
-        cells = [f"{row.token_hit_ratio:.2%}"]
-        if with_disk:
-            cells = [f"{row.disk_blocks:,}", *cells, *_disk_cells(row), f"{row.saved_prefill_s:,.0f} s"]
-        else:
-            stored = f"{row.blocks_written:,}" if row.bytes_written is None else size(row.bytes_written)
-            cells = [f"{row.capacity_blocks / max(trace.unique_blocks, 1):.1%}", *cells, stored]
-            cells += [f"{row.saved_prefill_s:,.0f} s", f"{row.seconds:.1f} s"]
+        cells = _tier_cells(row, tiers) if tiers else _memory_cells(row, trace)
         table.add_row(row.policy, f"{row.capacity_blocks:,}", *cells)
     return [table, "hits: share of tokens; saved: seconds of prefill, less loading; --json says more"]
 
 
-def _disk_cells(row: Row) -> list[str]:
-    disk = next((tier for tier in row.tiers if tier.tier == "disk"), None)
-    if disk is None or disk.bytes_written is None or disk.bytes_read is None:
-        return ["-", "-", "-"]
-    return [f"{disk.token_hit_ratio:.2%}", size(disk.bytes_written), size(disk.bytes_read)]
+def _memory_cells(row: Row, trace: Trace) -> list[str]:
+    stored = f"{row.blocks_written:,}" if row.bytes_written is None else size(row.bytes_written)
+    share = f"{row.capacity_blocks / max(trace.unique_blocks, 1):.1%}"
+    return [share, f"{row.token_hit_ratio:.2%}", stored, f"{row.saved_prefill_s:,.0f} s", f"{row.seconds:.1f} s"]
+
+
+def _tier_cells(row: Row, tiers: list[str]) -> list[str]:
+    by_tier = {tier.tier: tier for tier in row.tiers}
+    shares = [f"{by_tier[name].token_hit_ratio:.2%}" if name in by_tier else "-" for name in tiers]
+    written = by_tier["disk"].bytes_written if "disk" in by_tier else None
+    to_disk = "-" if written is None else size(written)
+    return [f"{row.disk_blocks:,}", f"{row.token_hit_ratio:.2%}", *shares, to_disk, f"{row.saved_prefill_s:,.0f} s"]

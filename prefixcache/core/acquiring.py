@@ -15,9 +15,10 @@ from prefixcache.core.commands import Acquired, Command, LeaseEnded, LeaseExtend
 from prefixcache.core.demoting import Demoter
 from prefixcache.core.events import AcquireRequested, LeaseReleased, LeaseRenewed, LookupRequested
 from prefixcache.core.foreign_leases import ForeignAcquiring, begin_lease, look_up_foreign, read_run
-from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Tier
+from prefixcache.core.ids import KEY_BYTES, Tier
 from prefixcache.core.leases import Lease
-from prefixcache.core.loading import Loader, Wish
+from prefixcache.core.loading import Loader
+from prefixcache.core.loads import Wish
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.promoting import Promoter
 from prefixcache.core.radix import ROW_DTYPE, Path, Pin, hot_from, node_at, path_to
@@ -25,6 +26,7 @@ from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.removal import Remover
 from prefixcache.core.slabs import SlabMover
 from prefixcache.core.state import Session, State
+from prefixcache.core.survey import Survey
 
 # Members of an enum are looked up by a Python call each time (Python 3.11): what every call needs is kept here.
 _GPU = int(Tier.GPU)
@@ -50,11 +52,11 @@ class Acquiring:
         if admitted is None:
             return
         session, space = admitted
-        state = self.state
-        lease_id = event.lease
         if space.foreign is not None:
             self.foreign.acquire(event, session, space, now, out)
             return
+        state = self.state
+        lease_id = event.lease
         path = space.tree.walk(event.keys)
         from_block = event.from_block
         limit = path.blocks if event.max_blocks is None else min(path.blocks, from_block + event.max_blocks)
@@ -64,7 +66,7 @@ class Acquiring:
             if end < 0:
                 return
         _remember(space, path)
-        if space.cold_blocks:
+        if space.may_lack_slots:
             path, end, wish = self._plan_loads(event, space, path, end, now, out)
             limit = min(limit, path.blocks)  # room for the loads may have been made from the rest of the path
         key_blocks = len(event.keys) // KEY_BYTES
@@ -72,11 +74,12 @@ class Acquiring:
         tokens, total = space.block_tokens, event.prompt_tokens
         space.tokens.look_up(total - from_block * tokens, total - key_blocks * tokens)
         stop = self._count_misses(space, path, event, (end, limit), wish)
-        if end < path.blocks or end <= from_block:
-            self.touch(space, path)  # no lease holds all of it
         if end <= from_block:
+            self.touch(space, path)
             out.append(Acquired(lease_id, from_block, 0, 0, (), stop, (0, 0, 0, 0), now))
             return
+        if end < path.blocks:
+            self.touch(space, path)  # no lease holds all of it
         reply = self._promise(event, admitted, path, end, wish)
         reply.stop, reply.expires_at = stop, now + state.clipped_ttl(event.ttl_s)
         lease = Lease(lease_id, event.session, space, reply)
@@ -114,12 +117,12 @@ class Acquiring:
         tokens = space.block_tokens
         planned = end - first
         if wish is None or wish.cold is None:
-            runs = self._runs(space, path, first, end)
+            runs = self._runs(space, path, (first, end), end)
             reply = Acquired(event.lease, first, planned, planned, runs, None, (0, planned * tokens, 0, 0), 0.0)
         else:
             ready = int(np.argmax(wish.cold))
             on_disk = int(np.count_nonzero(wish.cold)) * tokens
-            runs = self._runs(space, path, first, first + ready) if ready else ()
+            runs = self._runs(space, path, (first, first + ready), end) if ready else ()
             by_tier = (0, planned * tokens - on_disk, on_disk, 0)
             reply = Acquired(event.lease, first, planned, ready, runs, None, by_tier, 0.0, eta_s=wish.eta_s)
         if session.gpus and self.promoter is not None:
@@ -138,24 +141,27 @@ class Acquiring:
         path = space.tree.walk(event.keys)
         end = path.blocks
         on_disk = 0
-        if space.optional_parts:
+        gap = Miss.GROUP_GAP
+        if space.may_lack_slots:
+            end, on_disk, gap = self._look_below(space, path, event.from_block)
+        elif space.optional_parts:
             end = space.restorable(np.frombuffer(path.packed_rows(), ROW_DTYPE), event.from_block, end)
-        elif space.cold_blocks and end:
-            end, on_disk = self._look_below(space, path, event.from_block)
         stop = None
         if end * KEY_BYTES < len(event.keys):
-            gap = Miss.TIER_OFF if space.on_disk else Miss.GROUP_GAP
             stop = gap if end < path.blocks else self._stop_behind(space, path, event.keys)
         in_memory = max(0, end - event.from_block) - on_disk
         out.append(LookedUp(end, (0, in_memory * space.block_tokens, on_disk * space.block_tokens, 0), stop))
 
-    def _look_below(self, space: Namespace, path: Path, from_block: int) -> tuple[int, int]:
-        """(blocks that could be had, those of them from `from_block` on that are on disk only)."""
-        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
-        cold = space.table.parts[0].slots[rows] == NO_SLOT
-        if not self.state.disk.reads_on and cold.any():
-            return int(np.argmax(cold)), 0
-        return path.blocks, int(np.count_nonzero(cold[from_block:]))
+    def _look_below(self, space: Namespace, path: Path, from_block: int) -> tuple[int, int, Miss]:
+        """(blocks that could be had, those of them from `from_block` on that are on disk, why there are not more)."""
+        if path.blocks <= from_block:
+            return path.blocks, 0, Miss.GROUP_GAP
+        survey = Survey(space, np.frombuffer(path.packed_rows(), ROW_DTYPE), from_block)
+        end = survey.longest(survey.stored)
+        base = survey.longest(survey.in_memory)
+        if not self.state.disk.reads_on and base < end:
+            return base, 0, Miss.TIER_OFF
+        return end, int(np.count_nonzero(survey.lacks(end))), Miss.GROUP_GAP
 
     def renew(self, event: LeaseRenewed, now: float, out: list[Command]) -> None:
         lease = self._own_lease(event.session, event.lease, out)
@@ -258,18 +264,20 @@ class Acquiring:
         if not last.held and last.end <= path.blocks:
             space.policy.touch_leaf(last, tick)
 
-    def _runs(self, space: Namespace, path: Path, from_block: int, end: int) -> tuple[Run, ...]:
+    def _runs(self, space: Namespace, path: Path, ready: tuple[int, int], planned: int) -> tuple[Run, ...]:
+        """What a prefix of `planned` blocks needs of the blocks that are ready (first, end)."""
+        first, end = ready
         pool = self.state.host_pool
         if not space.optional_parts:
-            wanted = path.stretches(from_block, end)
+            wanted = path.stretches(first, end)
             if len(space.strides) == 1:
-                return (read_run(space, 0, wanted, from_block, pool),)
-            return tuple([read_run(space, part, wanted, from_block, pool) for part in range(len(space.strides))])
+                return (read_run(space, 0, wanted, first, pool),)
+            return tuple([read_run(space, part, wanted, first, pool) for part in range(len(space.strides))])
         runs = []
         for part in range(len(space.strides)):
-            first = space.needed_from(part, from_block, end)
-            if first < end:
-                runs.append(read_run(space, part, path.stretches(first, end), first, pool))
+            start = space.needed_from(part, first, planned)
+            if start < end:
+                runs.append(read_run(space, part, path.stretches(start, end), start, pool))
         return tuple(runs)
 
     def _count_misses(
@@ -282,12 +290,14 @@ class Acquiring:
             return None
         cut = wish.stop if wish is not None else None
         end, limit = max(ends[0], event.from_block), max(ends[1], event.from_block)
+        top = min(max(wish.top, end), limit) if wish is not None else limit
         matched = max(path.blocks, event.from_block)
         tokens = space.block_tokens
         miss = space.tokens.miss
         behind = self._stop_behind(space, path, event.keys)
         counts = (
-            (cut or Miss.GROUP_GAP, limit - end),
+            (cut or Miss.GROUP_GAP, top - end),
+            (Miss.GROUP_GAP, limit - top),
             (Miss.BEYOND_LIMIT, matched - limit),
             (behind, len(event.keys) // KEY_BYTES - matched),
         )
@@ -363,5 +373,5 @@ def _remember(space: Namespace, path: Path) -> None:
     if space.policy.remembers and path.blocks:
         rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
         if space.cold_blocks:
-            rows = rows[space.table.parts[0].slots[rows] != NO_SLOT]
+            rows = rows[~space.table.cold[rows]]
         space.policy.used(space, rows)

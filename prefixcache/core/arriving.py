@@ -18,7 +18,7 @@ from prefixcache.core.radix import ROW_DTYPE, Path
 from prefixcache.core.reasons import Miss
 
 if TYPE_CHECKING:
-    from prefixcache.core.loading import Load
+    from prefixcache.core.loads import Load
     from prefixcache.core.state import State
 
 
@@ -43,9 +43,7 @@ def _tell(state: State, load: Load, lease: Lease, out: list[Command]) -> None:
     done = coming is None
     runs: tuple[Run, ...] = ()
     if ready > lease.ready_end:
-        wanted = path.stretches(lease.ready_end, ready)
-        parts = range(len(lease.space.strides))
-        runs = tuple([read_run(lease.space, part, wanted, lease.ready_end, state.host_pool) for part in parts])
+        runs = _runs(state, lease, path, ready)
         lease.runs += runs
         lease.ready_end = ready
     if runs or done:
@@ -58,17 +56,33 @@ def _tell(state: State, load: Load, lease: Lease, out: list[Command]) -> None:
         lease.loads = []
 
 
-def _look(lease: Lease, path: Path, end: int) -> tuple[int, Load | None]:
+def _runs(state: State, lease: Lease, path: Path, ready: int) -> tuple[Run, ...]:
+    """What the promised prefix needs of the blocks from `ready_end` to `ready`."""
+    space, reply = lease.space, lease.reply
+    runs = []
+    for part in range(len(space.strides)):
+        needed = space.needed_from(part, reply.from_block, reply.from_block + reply.planned_blocks)
+        first = max(needed, lease.ready_end)
+        if first < ready:
+            runs.append(read_run(space, part, path.stretches(first, ready), first, state.host_pool))
+    return tuple(runs)
+
+
+def _look(lease: Lease, path: Path, planned: int) -> tuple[int, Load | None]:
     """(blocks that are ready, who loads the next one)."""
-    end = min(end, path.blocks)
+    end = min(planned, path.blocks)
     if end <= lease.ready_end:
         return lease.ready_end, None
+    space = lease.space
     rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)[:end]
-    cold = np.flatnonzero(lease.space.table.parts[0].slots[rows[lease.ready_end :]] == NO_SLOT)
-    if not len(cold):
-        return end, None
-    ready = lease.ready_end + int(cold[0])
-    return ready, lease.space.loading.get(int(rows[ready]))
+    ready, coming = end, None
+    for part, column in enumerate(space.table.parts):
+        first = max(space.needed_from(part, lease.reply.from_block, planned), lease.ready_end)
+        lacking = np.flatnonzero(column.slots[rows[first:]] == NO_SLOT)
+        if len(lacking) and first + int(lacking[0]) < ready:
+            ready = first + int(lacking[0])
+            coming = space.loading.get((int(rows[ready]), part))
+    return ready, coming
 
 
 def _why(state: State, load: Load) -> Miss:

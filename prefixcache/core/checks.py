@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from prefixcache.core.clearing import Clearing, find_row
+from prefixcache.core.clearing import Clearing
 from prefixcache.core.commands import Command, PartCheck, VerifyParts
 from prefixcache.core.events import AcquireRequested, VerifyDone
 from prefixcache.core.ids import NO_SLOT, Generations, Rows
 from prefixcache.core.namespaces import Namespace
+from prefixcache.core.nodes import find_row
 from prefixcache.core.reasons import Kind, Refusal
 from prefixcache.core.state import State
 from prefixcache.core.table import UNVERIFIED

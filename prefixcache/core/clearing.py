@@ -14,7 +14,8 @@ from prefixcache.core.commands import Change, Cleared, Command, RevokeRecords
 from prefixcache.core.events import ClearRequested, PartFailedVerification
 from prefixcache.core.ids import KEY_BYTES
 from prefixcache.core.namespaces import ForeignIndex, Namespace
-from prefixcache.core.radix import DETACHED, FILLING, ROW_BYTES, Node, Path, subtree
+from prefixcache.core.nodes import find_row, place_of
+from prefixcache.core.radix import DETACHED, FILLING, Node, Path, subtree
 from prefixcache.core.reasons import Kind, Refusal
 from prefixcache.core.recovering import Recoverer, tombstones
 from prefixcache.core.removal import Remover
@@ -215,21 +216,3 @@ def _in_use(node: Node, first: int) -> str:
         if below.pinned_depth() > max(first, below.start):
             return "some of it is leased or being written to disk; try again, or see `prefixcache describe`"
     return ""
-
-
-def find_row(space: Namespace, row: int) -> Node | None:
-    """The node of a row by looking through the tree: rare, so no link is kept per block."""
-    packed = row.to_bytes(ROW_BYTES, "little")
-    for node in subtree(space.tree.root):
-        if packed in node.rows and place_of(node, row) >= 0:
-            return node
-    return None
-
-
-def place_of(node: Node, row: int) -> int:
-    """Index of a row in a node, -1 if it is not in it."""
-    packed = row.to_bytes(ROW_BYTES, "little")
-    at = node.rows.find(packed)
-    while at >= 0 and at % ROW_BYTES:
-        at = node.rows.find(packed, at + 1)
-    return at // ROW_BYTES if at >= 0 else -1

@@ -19,12 +19,12 @@ from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Rows
 from prefixcache.core.meter import FillMeter
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.policy.tiered import TieredLeaves
-from prefixcache.core.radix import DETACHED, NOT_QUEUED, ROW_DTYPE, VISIBLE, Node, Pin, path_to
+from prefixcache.core.radix import DETACHED, ROW_DTYPE, VISIBLE, Node, Pin, path_to
 from prefixcache.core.reasons import DiskDrop, Kind, Refusal
 from prefixcache.core.removal import Remover
 from prefixcache.core.spec import DiskSpec
 from prefixcache.core.state import State
-from prefixcache.core.table import NO_SEGMENT
+from prefixcache.core.table import NO_SEGMENT, PartColumn
 
 NO_PARENT = bytes(KEY_BYTES)
 _HIT_OFTEN = 0b11  # two hits: a block is written early
@@ -82,7 +82,7 @@ class Demoter:
         if space is not None and space.on_disk and node.state == VISIBLE and not node.cold:
             at = min(depth, node.end) - node.start
             row = int.from_bytes(node.rows[4 * at - 4 : 4 * at], "little")
-            if space.table.hits[row] >= _HIT_OFTEN and not space.table.parts[0].segments[row]:
+            if space.table.hits[row] >= _HIT_OFTEN and not space.table.is_clean(np.array([row]))[0]:
                 self._candidates.append((node, depth))
 
     def note_wanted(self, node: Node, depth: int) -> None:
@@ -132,7 +132,7 @@ class Demoter:
         self.state.stats.disk_drops[DiskDrop.WRITE_FAILED] += failed
         self.state.stats.disk_drops[DiskDrop.NO_ROOM] += len(fine) - failed - int(np.count_nonzero(fine))
         self.state.stats.blocks_demoted += int(np.count_nonzero(fine & (parts == 0)))
-        self._reorder(space, rows[fine])
+        self.remover.reorder(space, rows[fine])
         job.left -= len(event.index)
         if not job.left:
             self._end(event.job, job)
@@ -145,16 +145,6 @@ class Demoter:
         self.writing_bytes -= job.size_bytes
         self.remover.unpin_all(job.pins)
         self.remover.mover.settle_retired()
-
-    def _reorder(self, space: Namespace, rows: Rows) -> None:
-        """Leaves whose tail became clean move to the other order."""
-        index = space.tree.index
-        if index is None:
-            return
-        for number in np.unique(index.numbers(rows)).tolist():
-            node = index.by_number.get(number)
-            if node is not None and node.rank != NOT_QUEUED:
-                space.policy.retick_leaf(node, space.tail_tick(node))
 
     def _refill(self, signature: tuple[int, ...], policy: TieredLeaves, per_s: int, out: list[Command]) -> None:
         host = self.state.host
@@ -214,7 +204,7 @@ class Demoter:
         """bool[n]: which blocks of a path are in memory only, and not on their way; nothing behind bytes that nobody
         has verified yet."""
         table = space.table
-        wanted: NDArray[np.bool_] = ~table.is_clean(rows) & (table.parts[0].slots[rows] != NO_SLOT)
+        wanted: NDArray[np.bool_] = ~table.is_clean(rows)
         if space.writing:
             under_way = {row for row, _ in space.writing}
             wanted &= np.array([row not in under_way for row in rows.tolist()], np.bool_)
@@ -226,7 +216,7 @@ class Demoter:
     def _records(self, space: Namespace, rows: Rows, places: NDArray[np.int64], keys: bytes) -> Records:
         """What lacks a record of the blocks at `places` of a path, block by block, part by part."""
         table = space.table
-        lacking = [places[part.segments[rows[places]] == NO_SEGMENT] for part in table.parts]
+        lacking = [places[_lacks_record(part, rows[places])] for part in table.parts]
         at = np.concatenate(lacking)
         parts = np.repeat(np.arange(len(lacking), dtype=np.uint16), [len(each) for each in lacking])
         order = np.lexsort((parts, at))
@@ -241,6 +231,12 @@ class Demoter:
             space.number, parts, mine, slots, nowhere, nowhere,
             packed[at + 1].tobytes(), packed[at].tobytes(), at.astype(np.uint32),
         )  # fmt: skip
+
+
+def _lacks_record(column: PartColumn, rows: Rows) -> NDArray[np.bool_]:
+    """bool[n]: which rows have this part in memory only."""
+    lacks: NDArray[np.bool_] = (column.segments[rows] == NO_SEGMENT) & (column.slots[rows] != NO_SLOT)
+    return lacks
 
 
 def _is_there(node: Node) -> bool:

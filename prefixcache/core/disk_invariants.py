@@ -72,10 +72,11 @@ def _check_space(space: Namespace, live: Counter[int], clean: Counter[TieredLeav
         must((index.numbers(rows) == node.number).all(), "a row is said to be in another node")
         for part, column in enumerate(space.table.parts):
             segments = column.segments[rows]
-            if node.cold and node.state != DETACHED:
+            if node.cold and node.state != DETACHED and part in space.full_parts:
                 must((segments != NO_SEGMENT).all(), "rule 5: a block is in no tier")
             for number in segments[segments != NO_SEGMENT].tolist():
                 live[number] += space.spec.parts[part].size_bytes
+        must((space.table.cold[rows] == node.cold).all(), "a row is said to be in memory, or not to be")
         if node.cold:
             must(node.state in (VISIBLE, DETACHED), "a cold node that is being filled")
             cold += node.count
@@ -98,22 +99,28 @@ def _check_writes(planner: Planner, demoter: Demoter) -> None:
     must(set(planner.state.disk.writing) == set(demoter.jobs), "writes and their serials differ")
     for job in demoter.jobs.values():
         must(job.left > 0, "a write that ended is kept")
-        slots = job.space.table.parts[0].slots[job.records.rows]
-        must((slots != NO_SLOT).all(), "rule 2: a slot that is being written was given back")
+        for part, column in enumerate(job.space.table.parts):
+            slots = column.slots[job.records.rows[job.records.parts == part]]
+            must((slots != NO_SLOT).all(), "rule 2: a slot that is being written was given back")
 
 
 def _check_loads(planner: Planner, loader: Loader) -> None:
     """Rules 2 and 3: what is being read has slots of its own, and leases wait only for what is under way."""
-    rows: Counter[tuple[int, int]] = Counter()
+    parts: Counter[tuple[int, int, int]] = Counter()
     for load in loader.loads.values():
-        must(load.open_records > 0, "a read that ended is kept")
-        for row in load.rows[load.front :].tolist():
-            rows[load.space.number, row] += 1
-            must(load.space.loading.get(row) is load, "a row that is being read is not known to be")
+        must(load.open_records > 0 or load.waits, "a read that ended is kept")
+        for row, part in load.names(slice(load.front, None)):
+            parts[load.space.number, row, part] += 1
+            must(load.space.loading.get((row, part)) is load, "what is being read is not known to be")
         waiters = [not lease.ended and load in lease.loads for lease in load.waiters]
         must(all(waiters), "an ended lease waits for a read")
     known = sum(len(space.loading) for space in planner.state.namespaces.values())
-    must(known == len(rows) and max(rows.values(), default=1) == 1, "rows being read are miscounted")
+    must(known == len(parts) and max(parts.values(), default=1) == 1, "reads are miscounted")
+    _check_waiting(planner, loader)
+
+
+def _check_waiting(planner: Planner, loader: Loader) -> None:
+    """Rule 3: no lease waits for nothing."""
     for lease in planner.state.leases.values():
         planned_end = lease.reply.from_block + lease.reply.planned_blocks
         if lease.ready_end < planned_end and lease.stop is None and lease.cold is not None:

@@ -49,9 +49,11 @@ def _plan(owners: Owners) -> list[_Cut] | None:
     for space, pieces in rows_of.items():
         if space.table.used > MOST_ROWS or space.writing or space.loading:
             return None
-        mine = _cuts(space, np.unique(np.concatenate(pieces)))
-        if any(_is_held(cut) for cut in mine):
-            return None
+        rows = np.unique(np.concatenate(pieces))
+        mine = _cuts(space, rows)
+        going = [node.row_array() for cut in mine for node in subtree(cut.node)]
+        if not mine or not np.isin(rows, np.concatenate(going)).all() or any(_is_held(cut) for cut in mine):
+            return None  # some are cleared, and only wait for their leases
         cuts += mine
     return cuts
 
@@ -73,11 +75,19 @@ def _cuts(space: Namespace, rows: Rows) -> list[_Cut]:
 
 
 def _is_held(cut: _Cut) -> bool:
-    """Whether somebody holds or fills any of it."""
-    if cut.node.pinned_depth() > cut.node.start + cut.place:
+    """Whether somebody holds or fills any of it, or some node of it cannot leave as a whole (part of it is on disk)."""
+    if cut.node.pinned_depth() > cut.node.start + cut.place or _is_mixed(cut.node, cut.place):
         return True
     below = (node for node in subtree(cut.node) if node is not cut.node)
-    return any(node.pins is not None or node.state != VISIBLE for node in below)
+    return any(node.pins is not None or node.state != VISIBLE or _is_mixed(node, 0) for node in below)
+
+
+def _is_mixed(node: Node, place: int) -> bool:
+    space = node.space
+    if space is None or not space.on_disk or node.cold:
+        return False
+    ways = space.ways_out(node.row_array()[place:])
+    return bool((ways != ways[0]).any())
 
 
 def _cost(cuts: list[_Cut]) -> int:

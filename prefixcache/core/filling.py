@@ -24,6 +24,7 @@ from prefixcache.core.commands import (
 )
 from prefixcache.core.events import AbortRequested, CommitRequested
 from prefixcache.core.ids import NO_SLOT
+from prefixcache.core.nodes import run_in
 from prefixcache.core.radix import DETACHED, VISIBLE, WAITING, Node
 from prefixcache.core.reasons import Kind, Refusal, Skip
 from prefixcache.core.removal import Remover
@@ -133,14 +134,49 @@ class Filling:
             reservation.status[entries] = Entry.ORPHANED
             return 0
         self._publish_patched(reservation, entries, out)
+        warmed = self._warm(reservation, entries)
         for part, slots in reservation.slots.items():
             here = entries[slots[entries] != NO_SLOT]
+            if len(here) and space.on_disk:
+                here = self._not_there(reservation, part, here)
             if len(here):
                 rows = reservation.patch_rows[here]
                 space.table.place(part, rows, slots[here], reservation.generation)
                 self._ask_checksum(reservation, part, rows, out)
         reservation.status[entries] = Entry.SETTLED
+        for node in warmed:
+            self.remover.settle_warm(space, node)
+        if space.on_disk:
+            self.remover.reorder(space, reservation.patch_rows[entries])
         return len(entries)
+
+    def _warm(self, reservation: Reservation, entries: NDArray[np.int64]) -> list[Node]:
+        """Patched blocks that are on disk only are in memory from now on; the nodes they are."""
+        space = reservation.space
+        rows = reservation.patch_rows[entries]
+        if not space.cold_blocks or not (cold := space.table.cold[rows]).any():
+            return []
+        index = space.tree.index
+        assert index is not None
+        warmed = []
+        left = rows[cold]
+        while len(left):
+            node = index.node_of(int(left[0]))
+            assert node is not None  # pinned
+            place, count = run_in(node, left)
+            warmed.append(self.remover.warm(space, node, place, count))
+            left = left[count:]
+        return warmed
+
+    def _not_there(self, reservation: Reservation, part: int, here: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Entries without this part; the others got it meanwhile from disk or from another worker, and their slots go
+        back."""
+        column = reservation.space.table.parts[part]
+        there = column.slots[reservation.patch_rows[here]] != NO_SLOT
+        if there.any():
+            self.remover.release_slots(reservation.slots[part][here[there]])
+        missing: NDArray[np.int64] = here[~there]
+        return missing
 
     def _publish_patched(self, reservation: Reservation, entries: NDArray[np.int64], out: list[Command]) -> None:
         """A link gets its first part: only now is anything stored under its key."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from prefixcache.core.commands import Command, FreeSegment, Records, RevokeRecords
 from prefixcache.core.disk import Segment
 from prefixcache.core.events import SegmentFreed, WriteEnd
-from prefixcache.core.ids import KEY_BYTES, Rows
+from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Rows
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.radix import DETACHED, NOT_QUEUED, Node
 from prefixcache.core.reasons import DiskDrop, Kind, Refusal
@@ -78,8 +78,11 @@ class Freer:
                 self._settle(space, records, ends == WriteEnd.OK, (segments, pages), out)
         if event.freed:
             for space, part, rows, _ in disk.live_in(segment):
-                disk.lose(space, part, rows)
-                self._forget_cold(space, rows, out)
+                self.remover.lose_records(space, part, rows, out)
+                if part in space.optional_parts and space.has_full:
+                    self.state.stats.disk_drops[DiskDrop.LOST] += len(rows)
+                else:
+                    self._forget_cold(space, rows, out)
             del disk.segments[event.segment]
 
     def _settle(
@@ -119,6 +122,7 @@ class Freer:
         disk, segment = self.state.disk, fate.segment
         # Before any node is split: places are those of now.
         keep = tuple(_records(segment.number, each) for each in _by_space(fate.kept))
+        kept = {node: node.row_array()[places] for node, places in fate.kept}
         for node, places in fate.kept:
             assert node.space is not None
             hits = node.space.table.hits
@@ -130,13 +134,16 @@ class Freer:
                 node.space.tree.split(node, place)
             self.state.stats.disk_drops[DiskDrop.NOT_WANTED] += self.remover.drop_cold(node, out)
         for space, part, rows, _ in disk.live_in(segment):
-            self._lose_hot(space, part, rows)
+            self._lose_hot(space, part, (rows, kept), out)
         segment.frozen = True
         self.freeing[segment.number] = keep
         out.append(FreeSegment(segment.number, keep))
 
-    def _lose_hot(self, space: Namespace, part: int, rows: Rows) -> None:
-        """Blocks in memory (and cleared ones that leases hold) are only in memory from now on."""
+    def _lose_hot(self, space: Namespace, part: int, found: tuple[Rows, dict[Node, Rows]], out: list[Command]) -> None:
+        """Blocks in memory (and cleared ones that leases hold) are only in memory from now on, but for those kept.
+
+        found: rows, and which rows are kept."""
+        rows, kept = found
         index = space.tree.index
         assert index is not None
         numbers = index.numbers(rows)
@@ -144,30 +151,42 @@ class Freer:
             node = index.by_number[number]
             if node.cold and node.state != DETACHED:
                 continue
-            self.state.disk.lose(space, part, rows[numbers == number])
+            mine = rows[numbers == number]
+            if node in kept:
+                mine = mine[~np.isin(mine, kept[node])]
+            alone = np.count_nonzero(space.table.parts[part].slots[mine] == NO_SLOT)
+            self.state.stats.disk_drops[DiskDrop.NOT_WANTED] += int(alone)
+            self.remover.lose_records(space, part, mine, out)
             if node.rank != NOT_QUEUED:
                 space.policy.retick_leaf(node, space.tail_tick(node))
 
     def _fate(self, segment: Segment, *, mercy: bool) -> _Fate:
-        """What would happen to its cold blocks. mercy: those that were hit are kept."""
+        """What would happen to what only it holds. mercy: what was hit is kept."""
         fate = _Fate(segment)
         here: dict[Node, NDArray[np.bool_]] = {}
-        for space, _, rows, _ in self.state.disk.live_in(segment):
+        for space, part, rows, _ in self.state.disk.live_in(segment):
             index = space.tree.index
             assert index is not None
             for number in np.unique(index.numbers(rows)).tolist():
                 node = index.by_number[number]
-                if node.cold and node.state != DETACHED:
-                    mask = here.setdefault(node, np.zeros(node.count, np.bool_))
-                    mask |= np.isin(node.row_array(), rows)
+                if node.state == DETACHED:
+                    continue
+                mine = np.isin(node.row_array(), rows)
+                if not node.cold:  # a part that was not asked for when the others were loaded
+                    mine &= space.table.parts[part].slots[node.row_array()] == NO_SLOT
+                if mine.any():
+                    here[node] = here.get(node, False) | mine
         gone: set[Node] = set()
         for node in sorted(here, key=lambda each: -each.start):
-            cut = _cut(node, here[node], gone, mercy=mercy)
-            if cut < node.count:
-                fate.tails.append((node, cut))
-            if not cut:
-                gone.add(node)
-            kept = np.flatnonzero(here[node][:cut])
+            if node.cold:
+                cut = _cut(node, here[node], gone, mercy=mercy)
+                if cut < node.count:
+                    fate.tails.append((node, cut))
+                if not cut:
+                    gone.add(node)
+                kept = np.flatnonzero(here[node][:cut])
+            else:
+                kept = np.flatnonzero(here[node] & _stays(node, mercy=mercy))
             if len(kept):
                 fate.kept.append((node, kept))
                 assert node.space is not None
@@ -175,16 +194,21 @@ class Freer:
         return fate
 
 
+def _stays(node: Node, *, mercy: bool) -> NDArray[np.bool_]:
+    """bool[n]: blocks that are pinned, or, with mercy, were hit."""
+    assert node.space is not None
+    stays = np.zeros(node.count, np.bool_)
+    stays[: node.pinned_depth() - node.start] = True
+    if mercy:
+        stays |= node.space.table.hits[node.row_array()] > 0
+    return stays
+
+
 def _cut(node: Node, here: NDArray[np.bool_], gone: set[Node], *, mercy: bool) -> int:
     """From which place on all blocks of a cold node may leave."""
     if node.held or any(child not in gone for child in (node.children or {}).values()):
         return node.count
-    assert node.space is not None
-    stays = ~here
-    stays[: node.pinned_depth() - node.start] = True
-    if mercy:
-        stays |= node.space.table.hits[node.row_array()] > 0
-    last = np.flatnonzero(stays)
+    last = np.flatnonzero(~here | _stays(node, mercy=mercy))
     return int(last[-1]) + 1 if len(last) else 0
 
 

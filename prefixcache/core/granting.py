@@ -106,7 +106,7 @@ class Granting:
                 pin.holder = reservation.pins
             reservation.pins += hold
             reservation.patch_rows = plan.patch_rows[:patches]
-            for part in plan.patch_parts:
+            for part in set(plan.patch_parts) & set(space.patching):
                 chosen = plan.patch_rows[:patches][reservation.slots[part][:patches] != NO_SLOT]
                 space.patching[part].update(chosen.tolist())
         else:
@@ -214,7 +214,7 @@ class Granting:
             plan.skip(Skip.PARENT_MISSING, missing)
         elif mask & space.full_mask != space.full_mask:
             plan.skip(Skip.PARTS_MISSING, missing)
-        elif not space.has_full and space.table.used + key_blocks - path.blocks > self.state.limits.max_bare_blocks:
+        elif not space.has_full and self._too_many_links(space, key_blocks - path.blocks):
             plan.skip(Skip.QUOTA, missing)
         else:
             plan.fresh_want = missing
@@ -223,6 +223,12 @@ class Granting:
                 plan.birth = _birth(path, event.keys)
             plan.fresh_parts = [part for part in range(len(space.strides)) if mask >> part & 1]
         return plan
+
+    def _too_many_links(self, space: Namespace, more: int) -> bool:
+        """Rows that need no slot have a bound; those with a record on disk have the disk's."""
+        most = self.state.limits.max_bare_blocks
+        used = space.table.used + more
+        return used > most and (not space.on_disk or used - space.table.recorded_count > most)
 
     def _plan_patches(self, event: ReserveRequested, space: Namespace, path: Path, visible: int, plan: Plan) -> None:
         """Visible blocks may lack parts of sliding and state groups; those can be filled in."""
@@ -235,19 +241,28 @@ class Granting:
         lacking = {}
         taken = np.zeros(count, np.bool_)
         for part in parts:
-            lacks = space.table.parts[part].slots[rows] == NO_SLOT
+            lacks = space.lacks(part, rows)
             if space.patching[part] and lacks.any():
                 busy = lacks & np.isin(rows, np.fromiter(space.patching[part], np.uint32))
                 taken |= busy
                 lacks &= ~busy
             lacking[part] = lacks
         wanted = np.logical_or.reduce(list(lacking.values()))
+        refused = np.zeros(count, np.bool_)
+        if space.cold_blocks and (cold := wanted & space.table.cold[rows]).any():
+            # What is on disk only gets a further part together with its full ones, which brings it back to memory.
+            if event.part_mask & space.full_mask == space.full_mask:
+                lacking.update(dict.fromkeys(space.full_parts, cold))
+            else:
+                refused = cold
+        wanted &= ~refused
         plan.patch_rows = rows[wanted]
         plan.patch_blocks = (event.from_block + np.flatnonzero(wanted)).astype(np.uint32)
-        plan.patch_parts = {part: lacks[wanted] for part, lacks in lacking.items() if lacks.any()}
-        busy_only = int(np.count_nonzero(taken & ~wanted))
-        plan.skip(Skip.BEING_WRITTEN, busy_only)
-        plan.skip(Skip.ALREADY_STORED, count - int(np.count_nonzero(wanted)) - busy_only)
+        plan.patch_parts = {part: lacks[wanted] for part, lacks in lacking.items() if lacks[wanted].any()}
+        busy = taken & ~wanted & ~refused
+        plan.skip(Skip.BEING_WRITTEN, int(np.count_nonzero(busy)))
+        plan.skip(Skip.PARTS_MISSING, int(np.count_nonzero(refused)))
+        plan.skip(Skip.ALREADY_STORED, int(np.count_nonzero(~wanted & ~refused & ~busy)))
 
     def _allocate(self, space: Namespace, plan: Plan, out: list[Command]) -> tuple[dict[int, Slots], int, int]:
         """Slots for patches and fresh blocks: (slots by part over both, patches granted, fresh blocks granted)."""

@@ -18,7 +18,7 @@ from prefixcache.core.reasons import Miss
 from prefixcache.core.table import DIGEST_KNOWN
 
 if TYPE_CHECKING:
-    from prefixcache.core.loading import Load
+    from prefixcache.core.loads import Load
     from prefixcache.core.namespaces import Namespace
 
 

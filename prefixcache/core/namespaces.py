@@ -20,11 +20,11 @@ from prefixcache.core.nodes import NodeIndex
 from prefixcache.core.policy.base import EvictionPolicy
 from prefixcache.core.radix import VISIBLE, Node, RadixTree, count_held
 from prefixcache.core.spec import GroupSpec, NamespaceSpec
-from prefixcache.core.table import BlockTable
+from prefixcache.core.table import NO_SEGMENT, BlockTable
 
 if TYPE_CHECKING:
     from prefixcache.core.gpu import Copies, GpuTier
-    from prefixcache.core.loading import Load
+    from prefixcache.core.loads import Load
     from prefixcache.core.pins import PrefixPin
 
 _NO_GAP = -(1 << 40)  # in front of every window
@@ -87,6 +87,7 @@ class Namespace:
         self.all_mask = (1 << len(spec.parts)) - 1
         self.full_mask = _full_mask(spec)
         self.optional_parts = tuple(p for p in range(len(spec.parts)) if not self.full_mask >> p & 1)
+        self.full_parts = tuple(p for p in range(len(spec.parts)) if self.full_mask >> p & 1)
         self.windows = tuple(_window_blocks(group, spec.block_tokens) for group in spec.groups)
         # Rows that reservations are filling the missing optional parts of, per part.
         self.patching: dict[int, set[int]] = {part: set() for part in self.optional_parts}
@@ -97,12 +98,11 @@ class Namespace:
         self.on_disk = False
         self.cold_blocks = 0  # visible or leased blocks that are on disk only
         self.writing: set[tuple[int, int]] = set()  # (row, part) on their way to disk
-        self.loading: dict[int, Load] = {}  # rows on their way back
+        self.loading: dict[tuple[int, int], Load] = {}  # (row, part) on their way back
         self.copies: tuple[tuple[GpuTier, Copies], ...] = ()  # in GPU pools
 
     def use_disk(self) -> None:
-        """Its blocks may be on disk from now on. Only where every group is full: "present implies parents present"
-        holds there, and a block is in memory or not as a whole."""
+        """Its blocks may be on disk from now on."""
         self.on_disk = True
         self.tree.index = NodeIndex()
         self.table.use_disk()
@@ -119,8 +119,18 @@ class Namespace:
             tier.leave(copies, rows)
 
     @property
+    def may_use_disk(self) -> bool:
+        """Not where keys are opaque: nothing there says what a block is worth without those in front of it."""
+        return self.foreign is None
+
+    @property
+    def may_lack_slots(self) -> bool:
+        """Whether something of what is stored may be on disk only."""
+        return self.cold_blocks > 0 or (self.on_disk and bool(self.optional_parts))
+
+    @property
     def is_plain(self) -> bool:
-        """Whether its blocks may be in other tiers than host memory."""
+        """Whether every block has every part; only such blocks have copies on GPUs."""
         return self.foreign is None and not self.optional_parts
 
     @property
@@ -145,19 +155,45 @@ class Namespace:
         return from_block + int(found[-1]) + 1 if len(found) else from_block
 
     def group_present(self, group: int, rows: Rows) -> NDArray[np.bool_]:
-        """bool[n]: which rows have every part of a group."""
+        """bool[n]: which rows have every part of a group, in memory or on disk."""
         present = np.ones(len(rows), np.bool_)
         for index, part in enumerate(self.spec.parts):
             if part.group == group:
-                present &= self.table.parts[index].slots[rows] != NO_SLOT
+                present &= self._stored(index, rows)
         return present
 
     def any_part(self, rows: Rows) -> NDArray[np.bool_]:
-        """bool[n]: which rows have any part at all."""
+        """bool[n]: which rows have any part at all, in memory or on disk."""
         stored = np.zeros(len(rows), np.bool_)
-        for column in self.table.parts:
-            stored |= column.slots[rows] != NO_SLOT
+        for part in range(len(self.strides)):
+            stored |= self._stored(part, rows)
         return stored
+
+    def lacks(self, part: int, rows: Rows) -> NDArray[np.bool_]:
+        """bool[n]: which rows have this part neither in memory nor on disk."""
+        return ~self._stored(part, rows)
+
+    def _stored(self, part: int, rows: Rows) -> NDArray[np.bool_]:
+        column = self.table.parts[part]
+        stored: NDArray[np.bool_] = column.slots[rows] != NO_SLOT
+        if self.on_disk:
+            stored |= column.segments[rows] != NO_SEGMENT
+        return stored
+
+    def may_cool(self, rows: Rows) -> NDArray[np.bool_]:
+        """bool[n]: which rows stay in the tree when they leave memory: every full part of them is on disk, or, where
+        there is no full group, any part."""
+        if not self.has_full:
+            return self.table.is_recorded(rows)
+        kept = np.ones(len(rows), np.bool_)
+        for part in self.full_parts:
+            kept &= self.table.parts[part].segments[rows] != NO_SEGMENT
+        return kept
+
+    def ways_out(self, rows: Rows) -> NDArray[np.uint8]:
+        """u8[n]: rows that can leave memory together have the same number; 3 for those that lose nothing."""
+        ways: NDArray[np.uint8] = self.table.is_clean(rows) + np.uint8(2) * self.may_cool(rows)
+        return ways
 
     def needed_from(self, part: int, from_block: int, end: int) -> int:
         """First block of a prefix of `end` blocks whose `part` has to be read."""

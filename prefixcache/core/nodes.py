@@ -6,11 +6,16 @@ never looked up on a request's path. Must not know: what is in a row.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
 from prefixcache.core.ids import Rows
-from prefixcache.core.radix import Node
+from prefixcache.core.radix import ROW_BYTES, Node, subtree
+
+if TYPE_CHECKING:
+    from prefixcache.core.namespaces import Namespace
 
 
 class NodeIndex:
@@ -59,3 +64,29 @@ class NodeIndex:
             self._of_row[first_row:top] = number
         else:
             self._of_row[rows] = number
+
+
+def find_row(space: Namespace, row: int) -> Node | None:
+    """The node of a row by looking through the tree: rare, so no link is kept per block."""
+    packed = row.to_bytes(ROW_BYTES, "little")
+    for node in subtree(space.tree.root):
+        if packed in node.rows and place_of(node, row) >= 0:
+            return node
+    return None
+
+
+def place_of(node: Node, row: int) -> int:
+    """Index of a row in a node, -1 if it is not in it."""
+    packed = row.to_bytes(ROW_BYTES, "little")
+    at = node.rows.find(packed)
+    while at >= 0 and at % ROW_BYTES:
+        at = node.rows.find(packed, at + 1)
+    return at // ROW_BYTES if at >= 0 else -1
+
+
+def run_in(node: Node, rows: Rows) -> tuple[int, int]:
+    """(place of the first of `rows` in its node, how many of them follow each other there)."""
+    place = place_of(node, int(rows[0]))
+    mine = node.row_array()[place : place + len(rows)]
+    same = mine == rows[: len(mine)]
+    return place, len(mine) if same.all() else int(np.argmin(same))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prefixcache.core.commands import Command
-from prefixcache.core.ids import KEY_BYTES, NO_SLOT
+from prefixcache.core.ids import KEY_BYTES
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.pin_messages import PinEnded, Pinned, PinRequested, Unpinned, UnpinRequested
 from prefixcache.core.pins import PrefixPin, Term
@@ -23,6 +23,7 @@ from prefixcache.core.radix import ROW_DTYPE, Node, Path, node_at, subtree
 from prefixcache.core.reasons import Kind, PinEnd, Refusal
 from prefixcache.core.removal import Remover
 from prefixcache.core.state import State
+from prefixcache.core.survey import Survey
 
 if TYPE_CHECKING:
     from prefixcache.core.demoting import Demoter
@@ -120,7 +121,8 @@ class Pinning:
         assert self.prefetcher is not None
         table, disk = pin.space.table, self.state.disk
         rows = np.frombuffer(pin.space.tree.walk(pin.keys[: pin.depth * KEY_BYTES]).packed_rows(), ROW_DTYPE)
-        if disk.reads_on and (table.parts[0].slots[rows] == NO_SLOT).any():
+        survey = Survey(pin.space, rows, 0)
+        if disk.reads_on and survey.longest(survey.in_memory) < survey.longest(survey.stored):
             self.prefetcher.bring(pin.space, pin.keys[: pin.depth * KEY_BYTES], now, out)
         elif disk.writes_on and not self.demoter.jobs and not table.is_clean(rows).all():
             self.demoter.note_wanted(pin.pins[0].node, pin.pins[0].depth)

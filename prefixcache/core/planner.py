@@ -20,6 +20,7 @@ from prefixcache.core.filling import Filling
 from prefixcache.core.foreign import ForeignGranting
 from prefixcache.core.freeing import Freer
 from prefixcache.core.granting import Granting
+from prefixcache.core.landing import Lander
 from prefixcache.core.leases import Lease
 from prefixcache.core.loading import Loader
 from prefixcache.core.pinning import Pinning
@@ -65,6 +66,7 @@ class Planner:
         self.prefetcher = Prefetcher(state, self.acquiring.touch)
         self.demoter: Demoter | None = None
         self.loader: Loader | None = None
+        self.lander: Lander | None = None
         self.freer: Freer | None = None
         self.recoverer: Recoverer | None = None
         self.promoter: Promoter | None = None
@@ -77,6 +79,7 @@ class Planner:
     def _add_disk(self, spec: DiskSpec, room: RoomMaker) -> None:
         self.demoter = self.acquiring.demoter = Demoter(self.state, self.remover, spec)
         self.loader = self.acquiring.loader = Loader(self.state, self.remover, room, spec)
+        self.lander = Lander(self.state, self.remover, self.loader)
         self.prefetcher.loader, self.pinning.prefetcher = self.loader, self.prefetcher
         self.pinning.demoter = self.demoter
         self.freer = Freer(self.state, self.remover, spec)
@@ -148,12 +151,13 @@ class Planner:
 
     def _wire_disk(self) -> dict[type, Handler]:
         demoter, loader, freer, recoverer = self.demoter, self.loader, self.freer, self.recoverer
-        if demoter is None or loader is None or freer is None or recoverer is None:
+        lander = self.lander
+        if demoter is None or loader is None or lander is None or freer is None or recoverer is None:
             return {}
         return {
             events.ArrivalsCancelled: lambda event, now, out: loader.give_up(event, out),
             events.RecordsWritten: self._records_written,
-            events.RecordsRead: lambda event, now, out: loader.done(event, now, out),
+            events.RecordsRead: lambda event, now, out: lander.done(event, now, out),
             events.SegmentFreed: lambda event, now, out: freer.done(event, out),
             events.DiskRecovered: lambda event, now, out: recoverer.found(event, out),
             events.RecoveryDone: lambda event, now, out: recoverer.finish(event, out),

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prefixcache.core.commands import Command
-from prefixcache.core.ids import NO_SLOT, Rows
-from prefixcache.core.loading import Loader, Wish
+from prefixcache.core.loading import Loader
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.pin_messages import Prefetched, PrefetchRequested
-from prefixcache.core.radix import ROW_DTYPE, Path
+from prefixcache.core.radix import Path
 from prefixcache.core.reasons import Miss
 from prefixcache.core.state import State
 
@@ -60,34 +58,16 @@ class Prefetcher:
     def bring(self, space: Namespace, keys: bytes, now: float, out: list[Command]) -> Brought:
         """Begins to load what is on disk only of the longest stored prefix of `keys`."""
         path = space.tree.walk(keys)
-        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)
-        cold: NDArray[np.bool_] = space.table.parts[0].slots[rows] == NO_SLOT
-        if not space.cold_blocks or not cold.any() or self.loader is None:
+        if not space.on_disk or not path.blocks or self.loader is None:
             self.touch(space, path)
             return Brought(path.blocks, 0, None)
-        if not self.state.disk.reads_on:
-            return Brought(int(np.argmax(cold)), 0, Miss.TIER_OFF)
-        wish = self._wish(self.loader, space, (rows, cold), path.blocks)
-        asked = int(np.count_nonzero(cold[: wish.end]))
-        if asked:
-            before = len(space.loading)
-            self.loader.begin(space, path, (rows[: wish.end], cold[: wish.end]), wish, now, out)
-            for load in wish.loads:
-                load.kept = True
-            asked = int(np.count_nonzero(cold[: wish.end]))
-            self.state.stats.blocks_prefetched += len(space.loading) - before
+        known = set(self.loader.loads)
+        most = min(self.loader.spec.loading_bytes // _SHARE_OF_LOADS, self.state.host.ready_bytes // _SHARE_OF_MEMORY)
+        wish = self.loader.fetch(space, path, most, now, out)
+        begun = [load for load in wish.loads if load.number not in known]
+        self.state.stats.blocks_prefetched += sum(len(load.rows) for load in begun)
         path = space.tree.walk(keys)  # room may have been made from the rest of it
         self.touch(space, path)
-        return Brought(int(np.argmax(cold)), asked, wish.stop)
-
-    def _wish(self, loader: Loader, space: Namespace, found: tuple[Rows, NDArray[np.bool_]], end: int) -> Wish:
-        """How far it may go: up to what is being called off, and within the bounds."""
-        rows, cold = found
-        wish = Wish(end)
-        fresh = cold & loader.not_coming(space, rows, cold, wish) if space.loading else cold
-        most = min(loader.spec.loading_bytes // _SHARE_OF_LOADS, self.state.host.ready_bytes // _SHARE_OF_MEMORY)
-        room = max(most - loader.meter.pending_bytes, 0) // sum(space.strides)
-        places = np.flatnonzero(fresh[: wish.end])
-        if len(places) > room:
-            wish.end, wish.stop = int(places[room]), Miss.BEYOND_LIMIT
-        return wish
+        if wish.cold is None:
+            return Brought(wish.end, 0, wish.stop)
+        return Brought(int(np.argmax(wish.cold)), int(np.count_nonzero(wish.cold)), wish.stop)

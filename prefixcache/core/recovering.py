@@ -1,7 +1,8 @@
 """What an earlier run left on disk, told segment by segment, newest first, while everything else goes on.
 
-Rules: a block is in the tree once all its parts and everything in front of it are known, not before; as the newest
-segments come first, nothing that is told later can revoke it. What was cleared since the start does not come back. What
+Rules: a block is in the tree once all its full parts (of a namespace without any: one) and everything in front of it
+are known, not before; as the newest segments come first, nothing that is told later can revoke it. Further parts of it
+may be told later. What was cleared since the start does not come back. What
 lacks its front when all is told is dropped and counted. Must not know: files, tombstones.
 """
 
@@ -13,6 +14,7 @@ from prefixcache.core.commands import Change, Command, RevokeRecords
 from prefixcache.core.events import DiskRecovered, RecoveryDone
 from prefixcache.core.ids import KEY_BYTES, Rows
 from prefixcache.core.namespaces import Namespace
+from prefixcache.core.nodes import place_of
 from prefixcache.core.radix import ROW_DTYPE, VISIBLE, Node, Path
 from prefixcache.core.reasons import DiskDrop
 from prefixcache.core.removal import Remover
@@ -32,23 +34,24 @@ def tombstones(namespace: int, keys: bytes) -> list[RevokeRecords]:
 
 
 class _Found:
-    """One block that was told: its parent, and (segment, page) of each part, None for what was not told yet."""
+    """One block that was told: its parent, and (segment, page) of each part, None for what was not told yet.
+    left: parts without which it is nothing."""
 
     __slots__ = ("left", "parent", "places")
 
-    def __init__(self, parent: bytes, parts: int) -> None:
+    def __init__(self, parent: bytes, space: Namespace) -> None:
         self.parent = parent
-        self.places: list[tuple[int, int] | None] = [None] * parts
-        self.left = parts
+        self.places: list[tuple[int, int] | None] = [None] * len(space.strides)
+        self.left = len(space.full_parts) or 1
 
 
 class _Space:
-    """What was told of one namespace. `attached`: parents of blocks that are in the tree by now."""
+    """What was told of one namespace. `attached`: (parent, row) of blocks that are in the tree by now."""
 
     def __init__(self) -> None:
         self.found: dict[bytes, _Found] = {}
         self.children: dict[bytes, dict[bytes, None]] = {}  # by parent, in the order in which they were told
-        self.attached: dict[bytes, bytes] = {}
+        self.attached: dict[bytes, tuple[bytes, int]] = {}
         self.cleared: set[bytes] = set()
         self.all_cleared = False
 
@@ -108,17 +111,20 @@ class Recoverer:
         for place in range(len(pages)):
             at = place * KEY_BYTES
             key = event.keys[at : at + KEY_BYTES]
-            if key in told.cleared or key in told.attached:
+            if key in told.cleared:
+                continue
+            part, where = parts[place], (event.segment, pages[place])
+            if key in told.attached:
+                self._add_part(space, key, told.attached[key][1], part, where)
                 continue
             block = told.found.get(key)
             if block is None:
                 parent = event.parents[at : at + KEY_BYTES]
-                block = told.found[key] = _Found(parent, count)
+                block = told.found[key] = _Found(parent, space)
                 told.children.setdefault(parent, {})[key] = None
-            part = parts[place]
             if part < count and block.places[part] is None:
-                block.places[part] = (event.segment, pages[place])
-                block.left -= 1
+                block.places[part] = where
+                block.left -= part in space.full_parts or not space.has_full
                 if not block.left:
                     whole.append(key)
         return whole
@@ -150,39 +156,60 @@ class Recoverer:
         above = told.found[run[0]].parent
         while above != _NO_PARENT:
             chain.append(above)
-            above = told.attached[above]
+            above = told.attached[above][0]
         chain.reverse()
         keys = b"".join([*chain, *run])
         path = space.tree.walk(keys)
         if path.blocks < len(chain):
             return False
         blocks = [told.found.pop(key) for key in run]
-        for key, block in zip(run, blocks, strict=True):
-            told.attached[key] = block.parent
         known = path.blocks - len(chain)
+        rows = []
         if known:
-            self._mark_known(space, path, len(chain), blocks[:known])
+            rows += self._mark_known(space, path, len(chain), blocks[:known], out)
         if known < len(run) and space.tree.next_after(path, keys) is None:
-            self._add(space, path, b"".join(run[known:]), blocks[known:], out)
+            rows += self._add(space, path, b"".join(run[known:]), blocks[known:], out)
+        rows += [-1] * (len(run) - len(rows))  # being written anew
+        for key, block, row in zip(run, blocks, rows, strict=True):
+            told.attached[key] = block.parent, row
         self.state.stats.blocks_recovered += len(run)
         return True
 
-    def _mark_known(self, space: Namespace, path: Path, first: int, blocks: list[_Found]) -> None:
+    def _add_part(self, space: Namespace, key: bytes, row: int, part: int, where: tuple[int, int]) -> None:
+        """One more part of a block that is in the tree, if it still is."""
+        index = space.tree.index
+        node = index.node_of(row) if index is not None and row >= 0 else None
+        if node is None or part >= len(space.strides) or node.state != VISIBLE:
+            return
+        at = place_of(node, row) * KEY_BYTES
+        rows = np.array([row], np.uint32)
+        lacks = space.table.parts[part].segments[row] == NO_SEGMENT and (row, part) not in space.writing
+        if at >= 0 and node.edge[at : at + KEY_BYTES] == key and lacks:
+            self.state.disk.place(space, part, rows, *np.array([where], np.uint32).T)
+            self.remover.reorder(space, rows)
+
+    def _mark_known(
+        self, space: Namespace, path: Path, first: int, blocks: list[_Found], out: list[Command]
+    ) -> list[int]:
         """Blocks that were stored again before they were told: their records will do."""
         rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)[first : first + len(blocks)].astype(np.uint32)
+        if self.state.config.publish and not space.has_full:
+            for block in (first + np.flatnonzero(~space.any_part(rows))).tolist():
+                self._announce_block(space, path, block, out)
         for part in range(len(space.strides)):
             lacks = space.table.parts[part].segments[rows] == NO_SEGMENT
             lacks &= np.array([(row, part) not in space.writing for row in rows.tolist()], np.bool_)
-            if lacks.any():
-                self._place(space, part, rows[lacks], [block for block, yes in zip(blocks, lacks, strict=True) if yes])
+            self._place(space, part, rows[lacks], [block for block, yes in zip(blocks, lacks, strict=True) if yes])
         for node in path.nodes:
             if node.rank >= 0 or node.rank < -1:
                 space.policy.retick_leaf(node, space.tail_tick(node))
+        return [int(row) for row in rows]
 
-    def _add(self, space: Namespace, path: Path, edge: bytes, blocks: list[_Found], out: list[Command]) -> None:
+    def _add(self, space: Namespace, path: Path, edge: bytes, blocks: list[_Found], out: list[Command]) -> list[int]:
         rows = space.table.allocate(len(blocks))
         node = space.tree.graft(path, edge, rows.astype(ROW_DTYPE).tobytes(), cold=True)
         node.state = VISIBLE
+        space.table.cold[rows] = True
         space.cold_blocks += len(blocks)
         space.table.touched[rows] = 0
         for part in range(len(space.strides)):
@@ -190,10 +217,22 @@ class Recoverer:
         self.state.appear(node)
         self._announce(node, out)
         self.remover.join_like(space, node)
+        return [int(row) for row in rows]
 
     def _place(self, space: Namespace, part: int, rows: Rows, blocks: list[_Found]) -> None:
-        places = np.array([block.places[part] for block in blocks], np.uint32).reshape(-1, 2)
-        self.state.disk.place(space, part, rows, places[:, 0], places[:, 1])
+        """What was told of one part of these blocks."""
+        told = [block.places[part] is not None for block in blocks]
+        if any(told):
+            places = np.array([block.places[part] for block in blocks if block.places[part]], np.uint32).reshape(-1, 2)
+            mine = rows if all(told) else rows[told]
+            self.state.disk.place(space, part, mine, places[:, 0], places[:, 1])
+
+    def _announce_block(self, space: Namespace, path: Path, block: int, out: list[Command]) -> None:
+        """A link is a stored block now."""
+        keys = b"".join([node.edge for node in path.nodes])
+        at = block * KEY_BYTES
+        parent = keys[at - KEY_BYTES : at] if at else b""
+        out.append(self.state.publish(Change.STORED, space, keys[at : at + KEY_BYTES], parent, block))
 
     def _announce(self, node: Node, out: list[Command]) -> None:
         self.state.publish_blocks(Change.STORED, node, 0, out)

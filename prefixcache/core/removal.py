@@ -15,6 +15,8 @@ import numpy as np
 
 from prefixcache.core.commands import Change, Command
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Rows, Slots
+from prefixcache.core.nodes import place_of
+from prefixcache.core.policy.base import UNKNOWN_BIRTH
 from prefixcache.core.radix import (
     DETACHED,
     FILLING,
@@ -46,19 +48,21 @@ class Remover:
         self.shorten_pins: Callable[[Node], None] = lambda _: None  # told before a subtree goes
 
     def evict_tail(self, node: Node, count: int, out: list[Command]) -> None:
-        """Takes the last `count` blocks of an unpinned stretch of a leaf out of memory; all of them are on disk or
-        none is."""
+        """Takes the last `count` blocks of an unpinned stretch of a leaf out of memory; all in the same way
+        (`Namespace.ways_out`)."""
         space = node.space
         assert space is not None
         if space.on_disk:
-            self.state.stats.blocks_evicted += count
-            if space.table.is_clean(node.row_array()[-1:])[0]:
+            way = int(space.ways_out(node.row_array()[-1:])[0])
+            if way >= 2 or (way and node.children):  # a link without any part stays for what is below it
+                self.state.stats.blocks_evicted += count
+                self.state.stats.disk_drops[DiskDrop.UNWRITTEN] += count * (way == 2)
                 self._demote_tail(space, node, count)
                 return
-            self.state.stats.blocks_evicted -= count
-            gone = sum(self.drop_cold(child, out) for child in list((node.children or {}).values()))
-            self.state.stats.disk_drops[DiskDrop.UNWRITTEN] += count
-            self.state.stats.disk_drops[DiskDrop.WITH_PARENT] += gone
+            if not way:
+                gone = sum(self.drop_cold(child, out) for child in list((node.children or {}).values()))
+                self.state.stats.disk_drops[DiskDrop.UNWRITTEN] += count
+                self.state.stats.disk_drops[DiskDrop.WITH_PARENT] += gone
         self._drop_tail(space, node, count, out)
 
     def _demote_tail(self, space: Namespace, node: Node, count: int) -> None:
@@ -74,6 +78,30 @@ class Remover:
         above = node.parent
         self.join_like(space, node)
         self.offer_leaf(above or upper)
+
+    def lose_records(self, space: Namespace, part: int, rows: Rows, out: list[Command]) -> None:
+        """One part of some rows is not on disk any more. Where there is no full group that may have been the last of a
+        block, which is only a link then."""
+        self.state.disk.lose(space, part, rows)
+        index = space.tree.index
+        if space.has_full or not self.state.config.publish or index is None:
+            return
+        for row in rows[~space.any_part(rows)].tolist():
+            node = index.node_of(row)
+            if node is not None and node.state == VISIBLE:
+                at = place_of(node, row)
+                out.append(self.state.publish_span(Change.REMOVED, space, node, (at, at + 1)))
+
+    def reorder(self, space: Namespace, rows: Rows) -> None:
+        """Some rows came to be on disk, or are not any more, or got a part: leaves whose tail they are may change from
+        one order to the other."""
+        index = space.tree.index
+        if index is None:
+            return
+        for number in np.unique(index.numbers(rows)).tolist():
+            node = index.by_number.get(number)
+            if node is not None and node.rank != NOT_QUEUED:
+                space.policy.retick_leaf(node, space.tail_tick(node))
 
     def join_like(self, space: Namespace, node: Node) -> Node:
         """Keeps paths compressed: joins a node with its parent and with its only child where they are alike. Answers
@@ -91,13 +119,35 @@ class Remover:
         return node
 
     def cool(self, space: Namespace, node: Node) -> None:
-        """All blocks of a node give their slots back; they are on disk."""
+        """All blocks of a node give their slots back; what they must have is on disk."""
+        rows = node.row_array()
         if space.copies:
-            space.leave_gpus(node.row_array())
-        for slots in space.table.take_slots(node.row_array()):
-            self.release_slots(slots)
+            space.leave_gpus(rows)
+        for slots in space.table.take_slots(rows):
+            self.release_slots(slots[slots != NO_SLOT] if space.optional_parts else slots)
+        space.table.cold[rows] = True
         space.cold_blocks += node.count
         space.tree.set_cold(node, cold=True)
+
+    def warm(self, space: Namespace, node: Node, place: int, count: int) -> Node:
+        """Blocks [place, place + count) of a cold node are in memory from now on, as a node of their own: the caller
+        puts their slots into the table at once, and calls `settle_warm`."""
+        if place:
+            space.tree.split(node, place)
+        if count < node.count:
+            node = space.tree.split(node, count)
+        space.table.cold[node.row_array()] = False
+        space.cold_blocks -= count
+        space.tree.set_cold(node, cold=False)
+        return node
+
+    def settle_warm(self, space: Namespace, node: Node) -> None:
+        """The policy gets to know a node that is in memory again."""
+        if space.policy.remembers:
+            space.policy.stored(space, node, UNKNOWN_BIRTH)
+        if node.parent is not None:
+            space.policy.remove_leaf(hot_from(node.parent))
+        self.offer_leaf(self.join_like(space, node))
 
     def drop_cold(self, node: Node, out: list[Command]) -> int:
         """Forgets a subtree that is on disk only and that nobody holds; answers how many blocks that were."""
@@ -232,7 +282,7 @@ class Remover:
 
     def _forget_records(self, space: Namespace, rows: Rows) -> None:
         self.state.disk.forget(space, rows)
-        space.cold_blocks -= int(np.count_nonzero(space.table.parts[0].slots[rows] == NO_SLOT))
+        space.cold_blocks -= int(np.count_nonzero(space.table.cold[rows]))
         if space.tree.index is not None:
             space.tree.index.forget(rows)
 

@@ -148,11 +148,11 @@ class State:
         if not self.config.publish or space is None:
             return
         if space.has_full:
-            out.append(self._publish_span(change, space, node, (first, node.count)))
+            out.append(self.publish_span(change, space, node, (first, node.count)))
             return
         for place, stored in enumerate(space.any_part(node.row_array()[first:]).tolist(), first):
             if stored:
-                out.append(self._publish_span(change, space, node, (place, place + 1)))
+                out.append(self.publish_span(change, space, node, (place, place + 1)))
 
     def publish_subtree(self, node: Node, out: list[Command]) -> None:
         """Announces that a block and all below it are gone."""
@@ -160,7 +160,8 @@ class State:
             keys = node.edge[:KEY_BYTES]
             out.append(self.publish(Change.CLEARED, node.space, keys, node.space.parent_key(node), node.start))
 
-    def _publish_span(self, change: Change, space: Namespace, node: Node, span: tuple[int, int]) -> Published:
+    def publish_span(self, change: Change, space: Namespace, node: Node, span: tuple[int, int]) -> Published:
+        """Announces blocks [first, end) of a node."""
         at = span[0] * KEY_BYTES
         parent = node.edge[at - KEY_BYTES : at] if at else space.parent_key(node)
         return self.publish(change, space, node.edge[at : span[1] * KEY_BYTES], parent, node.start + span[0])

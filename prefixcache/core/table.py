@@ -74,6 +74,7 @@ class BlockTable:
         self.hits: NDArray[np.uint8] = np.empty(0, np.uint8)  # a 1 shifted in for every lease that ended over it
         self.prioritised = False  # some block is, or was, of another priority than NORMAL
         self.priority: NDArray[np.int8] = np.empty(0, np.int8)  # empty until then
+        self.cold: NDArray[np.bool_] = np.empty(0, np.bool_)  # of a node that is on disk only
         self.unverified = 0  # how many (row, part) still have to be verified; 0 keeps lookups cheap
         self._free: Rows = np.empty(0, np.uint32)  # a stack; the next row to give is at its top
         self._free_count = 0
@@ -101,6 +102,7 @@ class BlockTable:
     def use_disk(self) -> None:
         """Columns for places on disk, from now on."""
         self.on_disk = True
+        self.cold = np.zeros(self.capacity, np.bool_)
         for part in self.parts:
             part.on_disk = True
             part.segments = np.zeros(self.capacity, np.uint32)
@@ -124,19 +126,29 @@ class BlockTable:
         return True
 
     def is_clean(self, rows: Rows) -> NDArray[np.bool_]:
-        """bool[n]: which rows have every part on disk."""
+        """bool[n]: which rows could leave memory without a loss: what is in memory of them is on disk as well."""
         clean = np.ones(len(rows), np.bool_)
         for part in self.parts:
-            clean &= part.segments[rows] != NO_SEGMENT
+            clean &= (part.segments[rows] != NO_SEGMENT) | (part.slots[rows] == NO_SLOT)
         return clean
+
+    def is_recorded(self, rows: Rows) -> NDArray[np.bool_]:
+        """bool[n]: which rows have any part on disk."""
+        recorded = np.zeros(len(rows), np.bool_)
+        for part in self.parts:
+            recorded |= part.segments[rows] != NO_SEGMENT
+        return recorded
+
+    @property
+    def recorded_count(self) -> int:
+        """How many rows have any part on disk."""
+        return int(np.count_nonzero(self.is_recorded(np.arange(self._fresh, dtype=np.uint32))))
 
     @property
     def clean_count(self) -> int:
-        """How many rows have every part on disk."""
-        clean = np.ones(self._fresh, np.bool_)
-        for part in self.parts:
-            clean &= part.segments[: self._fresh] != NO_SEGMENT
-        return int(np.count_nonzero(clean))
+        """How many rows are on disk, with all that is in memory of them."""
+        rows = np.arange(self._fresh, dtype=np.uint32)
+        return int(np.count_nonzero(self.is_clean(rows) & self.is_recorded(rows)))
 
     def is_trusted(self, rows: Rows) -> NDArray[np.bool_]:
         """bool[n]: which rows have no part that still has to be verified."""
@@ -185,6 +197,8 @@ class BlockTable:
             self.hits[rows] = 0
         if self.prioritised:
             self.priority[rows] = NORMAL
+        if self.on_disk:
+            self.cold[rows] = False
         return rows
 
     def release(self, rows: Rows) -> list[Slots]:
@@ -242,6 +256,8 @@ class BlockTable:
             self.hits = _grown(self.hits, capacity)
         if self.prioritised:
             self.priority = _grown(self.priority, capacity)
+        if self.on_disk:
+            self.cold = _grown(self.cold, capacity)
         for part in self.parts:
             part.grow(capacity)
 

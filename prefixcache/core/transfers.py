@@ -49,7 +49,9 @@ class Transfers:
             assert node.space is not None
             evicted = self.evictor.evict_from(policy, max(1, host.spec.slab_bytes // sum(node.space.strides)), out)
             budget_bytes -= evicted * sum(node.space.strides)
-        while host.free_slots(stride) < wanted and not self.mover.moves:
+        for _ in range(len(host.slabs)):
+            if host.free_slots(stride) >= wanted or self.mover.moves:
+                break
             if not emptying.empty(self.evictor.remover, [owners for _, owners in self._emptiest(stride)], out):
                 break
         if host.free_slots(stride) < wanted:

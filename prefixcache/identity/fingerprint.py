@@ -19,11 +19,14 @@ from typing import Final, Literal
 from prefixcache.identity import canonical
 from prefixcache.identity.canonical import Value
 from prefixcache.identity.keys import DEFAULT_BLOCK_TOKENS, KEY_BYTES, MAX_BLOCK_TOKENS
-from prefixcache.identity.layout import DTYPE_BITS, Layout
+from prefixcache.identity.layout import CANONICAL_PACKING, DTYPE_BITS, GroupKind, Layout
 
 SCHEMA: Final = 1
 NONE: Final = "none"
 DIGEST_BYTES: Final = 32
+CODECS: Final[Mapping[str, str]] = {NONE: NONE, "raw": NONE, "int8": "int8.1", "int4": "int4.1"}
+"""Forms in which blocks may be kept, by the name users give, as they stand in the map: with the version of the form,
+so that a form whose bytes come to mean something else is another namespace."""
 
 Scales = tuple[float, ...] | Literal["dynamic"]
 
@@ -44,9 +47,10 @@ class NamespaceIdentity:
     `weights`: digest from prefixcache.identity.weights, 32 bytes. `weights_epoch`: counts in-place changes of the
     weights. `quantisation`: load-time quantisation of the weights, "none" or a name with its settings. `compute_dtype`:
     what the layers run in; "" for the KV dtype. `k_scales`, `v_scales`: static scales of quantised KV, one per layer or
-    one for all, () for none; "dynamic" is refused. `codec`: how parts are encoded at rest. `rope`, `config`: normal
-    forms of the model's config. `overrides`: what else an adapter changes, by name. `lora`: digest of the adapter's
-    weights and settings, b"" for none. `tenant`: a name that separates; a secret separates better (see keys.root_key).
+    one for all, () for none; "dynamic" is refused. `codec`: the form in which blocks are kept, "raw" (also
+    "none"), "int8" or "int4"; `layout` is that of raw ones. `rope`, `config`: normal forms of the model's config.
+    `overrides`: what else an adapter changes, by name. `lora`: digest of the adapter's weights and settings, b"" for
+    none. `tenant`: a name that separates; a secret separates better (see keys.root_key).
     `engine`: "" for token namespaces, the engine's name for one of kind `foreign`, whose keys are the engine's own.
     """
 
@@ -83,6 +87,7 @@ class NamespaceIdentity:
                 "use static scales or an unquantised KV dtype",
                 "dynamic_scales",
             )
+        self._check_codec()
         self.layout.parts(self.block_tokens)  # sizes must not overflow
 
     def to_map(self) -> dict[str, Value]:
@@ -95,7 +100,7 @@ class NamespaceIdentity:
             "compute_dtype": self.compute_dtype or self.layout.groups[0].dtype,
             "k_scales": _scales(self.k_scales),
             "v_scales": _scales(self.v_scales),
-            "codec": self.codec,
+            "codec": CODECS[self.codec],
             "block_tokens": self.block_tokens,
             "layout": self.layout.to_map(),
             "rope": dict(self.rope),
@@ -105,6 +110,19 @@ class NamespaceIdentity:
             "tenant": self.tenant,
             "engine": self.engine,
         }
+
+    def _check_codec(self) -> None:
+        if self.codec not in CODECS:
+            raise IdentityError(f"unknown codec {self.codec!r}; known are raw, int8 and int4", "codec_unknown")
+        if CODECS[self.codec] == NONE:
+            return
+        kinds = {group.kind for group in self.layout.groups}
+        opaque = "keys of an engine's own (a foreign namespace)" if self.engine else ""
+        opaque = opaque or ("states" if GroupKind.STATE in kinds else "")
+        opaque = opaque or ("packing of an engine's own" if self.layout.packing != CANONICAL_PACKING else "")
+        if opaque:
+            text = f"codec {self.codec!r} needs blocks whose numbers are known, not {opaque}; use codec='raw'"
+            raise IdentityError(text, "codec_unsupported")
 
     def fingerprint(self) -> bytes:
         """32 bytes. Raises CanonicalError when `rope`, `config` or `overrides` hold what has no canonical form."""

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from prefixcache.core.ids import NO_SLOT, Rows
+from prefixcache.core.ids import Rows
 from prefixcache.core.leases import Lease
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.planner import Planner
@@ -65,14 +65,16 @@ def describe_blocks(
 
 
 def _tiers(space: Namespace, rows: Rows) -> list[list[common.Tier.ValueType]]:
-    """Which tiers hold every part of each block."""
+    """Which tiers hold each block: all its full parts at least."""
     if not space.on_disk and not space.copies:
         return [[common.TIER_HOST]] * len(rows)
     on_gpu = np.zeros(len(rows), np.bool_)
     for _, copies in space.copies:
         on_gpu |= copies.held(rows)
-    in_memory = space.table.parts[0].slots[rows] != NO_SLOT
-    on_disk = space.table.is_clean(rows) if space.on_disk else np.zeros(len(rows), np.bool_)
+    in_memory, on_disk = np.ones(len(rows), np.bool_), np.zeros(len(rows), np.bool_)
+    if space.on_disk:
+        in_memory = ~space.table.cold[rows]
+        on_disk = space.table.is_clean(rows) & space.table.is_recorded(rows)
     return [
         [common.TIER_GPU] * gpu + [common.TIER_HOST] * memory + [common.TIER_DISK] * disk
         for gpu, memory, disk in zip(on_gpu.tolist(), in_memory.tolist(), on_disk.tolist(), strict=True)

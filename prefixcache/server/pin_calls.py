@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from prefixcache.core import pin_messages as m
-from prefixcache.core.ids import ID_BYTES, KEY_BYTES, NO_SLOT
+from prefixcache.core.ids import ID_BYTES, KEY_BYTES
 from prefixcache.core.pins import PrefixPin
 from prefixcache.core.planner import Planner
 from prefixcache.core.radix import ROW_DTYPE
@@ -102,8 +102,10 @@ class PinCalls:
     def _describe(self, pin: PrefixPin) -> pb.PinDescription:
         space, owner = pin.space, self._shell.owner
         rows = np.frombuffer(space.tree.walk(pin.keys).packed_rows(), ROW_DTYPE)
-        host = int(np.count_nonzero(space.table.parts[0].slots[rows] != NO_SLOT))
-        disk = int(np.count_nonzero(space.table.is_clean(rows))) if space.on_disk else 0
+        table, host, disk = space.table, len(rows), 0
+        if space.on_disk:
+            host -= int(np.count_nonzero(table.cold[rows]))
+            disk = int(np.count_nonzero(table.is_clean(rows) & table.is_recorded(rows)))
         left_s = pin.term.deadline - owner.now
         return pb.PinDescription(
             pin=pin.pin,

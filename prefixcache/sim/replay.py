@@ -1,9 +1,10 @@
-"""One policy and one capacity, with a disk below or without: a trace through the daemon's own planner.
+"""One policy and one capacity, with a GPU above and a disk below or without: a trace through the daemon's own planner.
 
 Rules: each request is what a worker does, an Acquire that is released when all that was promised is there, then a
 Reserve and a Commit of what was granted; computing takes no time. Nothing is decided here. What counts as hit:
-`min(block_tokens x leading blocks, prompt tokens)`. Without a disk a block is one slot of the smallest size; with one
-it has its real size, because loading takes time. Must not know: which policy it is, how a disk works.
+`min(block_tokens x leading blocks, prompt tokens)`. Copies to the GPU take no time. In memory alone a block is one slot
+of the smallest size; with other tiers it has its real size, because what they do at once has bounds in bytes.
+Must not know: which policy it is, how a disk works.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from prefixcache.core.commands import Acquired, Arrived, Command, Committed, Released, Reserved
+from prefixcache.core.commands import Acquired, Arrived, Command, Committed, PromoteSlots, Released, Reserved
 from prefixcache.core.events import (
     AcquireRequested,
     CommitRequested,
@@ -23,12 +24,13 @@ from prefixcache.core.events import (
     Event,
     LeaseReleased,
     NamespaceOpened,
+    PromotionDone,
     RecoveryDone,
     ReserveRequested,
     SessionOpened,
     TimePassed,
 )
-from prefixcache.core.ids import KEY_BYTES, SLOT_GRANULE, GroupKind, Tier
+from prefixcache.core.ids import HOST_POOL, KEY_BYTES, SLOT_GRANULE, GroupKind, PoolId, Tier
 from prefixcache.core.planner import Planner
 from prefixcache.core.spec import GroupSpec, Limits, NamespaceSpec, PartSpec, PlannerConfig, PoolSpec
 from prefixcache.sim.disk import DiskModel, IdealDisk
@@ -40,6 +42,7 @@ Progress = Callable[[int], None]
 _SESSION: Final = b"simulated worker"
 _RESERVATION: Final = b"simulated fill  "
 _NAMESPACE: Final = 1
+_GPU_POOL: Final = 1
 _TTL_S: Final = 3_600.0
 _DEADLINE_S: Final = 600.0
 _BLOCKS_PER_SLAB: Final = 4096
@@ -57,7 +60,7 @@ class ReplayError(RuntimeError):
 
 @dataclass(slots=True)
 class TierCount:
-    """Blocks of one tier. What workers read is read from `host`, also what came there from disk for them."""
+    """Blocks of one tier. What workers hit on disk is read from there once, and by them from `host`."""
 
     hit_tokens: int = 0
     blocks_written: int = 0
@@ -74,14 +77,16 @@ class Outcome:
     blocks_written: int
     seconds: float
     waited_s: float = 0.0
+    gpu: TierCount | None = None
     host: TierCount | None = None
     disk: TierCount | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """What is simulated: capacity in blocks, tokens of a block, policy, seed of its lots, the disk below, and how many
-    tokens a second prefill computes (what takes longer to load is computed)."""
+    """What is simulated: capacity in blocks, tokens of a block, policy, seed of its lots, the disk below, how many
+    tokens a second prefill computes (what takes longer to load is computed), blocks of a GPU pool and the bytes of one
+    (of which the disk has its own word)."""
 
     blocks: int
     block_tokens: int
@@ -89,14 +94,22 @@ class Cache:
     seed: int = 0
     disk: DiskModel | None = None
     prefill_tokens_per_s: float = 10_000.0
+    gpu_blocks: int = 0
+    gpu_block_bytes: int = SLOT_GRANULE
 
     @property
     def block_bytes(self) -> int:
-        return SLOT_GRANULE if self.disk is None else self.disk.block_bytes
+        return self.gpu_block_bytes if self.disk is None else self.disk.block_bytes
 
     @property
     def slot_bytes(self) -> int:
         return -(-self.block_bytes // SLOT_GRANULE) * SLOT_GRANULE
+
+    def pool(self, blocks: int, pool: PoolId, tier: Tier) -> PoolSpec:
+        """A pool of so many blocks. Raises ValueError for more than slots have numbers for."""
+        if blocks * self.slot_bytes > MOST_MEMORY_BYTES:
+            raise ValueError(f"{blocks:,} blocks of {self.block_bytes:,} bytes are more than 16 TiB of memory")
+        return PoolSpec(blocks * self.slot_bytes, min(blocks, _BLOCKS_PER_SLAB) * self.slot_bytes, pool, tier)
 
 
 def replay(trace: Trace, cache: Cache, progress: Progress | None = None) -> Outcome:
@@ -117,23 +130,23 @@ class SimulatedWorker:
 
     def __init__(self, cache: Cache, longest_prompt: int, start_s: float = 0.0) -> None:
         """longest_prompt: in blocks; start_s: no request is earlier."""
-        size_bytes = cache.blocks * cache.slot_bytes
-        if size_bytes > MOST_MEMORY_BYTES:
-            raise ValueError(f"{cache.blocks:,} blocks of {cache.block_bytes:,} bytes are more than 16 TiB of memory")
-        pool = PoolSpec(size_bytes, min(cache.blocks, _BLOCKS_PER_SLAB) * cache.slot_bytes)
+        pools = [cache.pool(cache.blocks, HOST_POOL, Tier.HOST)]
+        if cache.gpu_blocks:
+            pools.append(cache.pool(cache.gpu_blocks, _GPU_POOL, Tier.GPU))
         limits = Limits(max_keys=max(longest_prompt, 1), max_leases_per_session=1 << 30)
         disk = cache.disk.spec() if cache.disk is not None else None
-        config = PlannerConfig((pool,), policy=cache.policy, policy_seed=cache.seed, disk=disk, limits=limits)
+        config = PlannerConfig(tuple(pools), policy=cache.policy, policy_seed=cache.seed, disk=disk, limits=limits)
         self.planner = Planner(config)
         self.disk = IdealDisk(cache.disk) if cache.disk is not None else None
         self._cache = cache
         self._now = start_s
         self._waiting: dict[bytes, Request] = {}  # by lease
         self._leases = 0
-        self._hit_tokens = self._hit_blocks = self._disk_tokens = 0
+        self._hit_tokens = self._hit_blocks = self._promoted = 0
         self._waited_s = 0.0
         spec = NamespaceSpec(cache.block_tokens, (GroupSpec(GroupKind.FULL),), (PartSpec(0, 1, cache.block_bytes),))
-        self._tell(SessionOpened(_SESSION, can_map=False), start_s)
+        gpus = (_GPU_POOL,) if cache.gpu_blocks else ()
+        self._tell(SessionOpened(_SESSION, can_map=False, gpu_pools=gpus), start_s)
         self._tell(NamespaceOpened(_NAMESPACE, bytes(KEY_BYTES), spec), start_s)
         if self.disk is not None:
             self._tell(DiskChanged(reads_on=True, writes_on=True), start_s)
@@ -145,14 +158,24 @@ class SimulatedWorker:
 
     def outcome(self, seconds: float) -> Outcome:
         """What it came to so far."""
-        stats = self.planner.state.stats
-        disk = self.disk
-        in_memory = self._hit_tokens - self._disk_tokens
-        host = TierCount(in_memory, stats.blocks_stored + stats.blocks_loaded, self._hit_blocks)
-        below = TierCount(self._disk_tokens, disk.blocks_written, disk.blocks_read) if disk is not None else None
+        stats, disk = self.planner.state.stats, self.disk
+        on_gpu, in_memory, on_disk = self._hits_by_tier()
+        gpu_reads = stats.tokens.hit[Tier.GPU] // self._cache.block_tokens
+        gpu = TierCount(on_gpu, self._promoted, gpu_reads) if self._cache.gpu_blocks else None
+        stored = stats.blocks_stored
+        host = TierCount(in_memory, stored + stats.blocks_loaded, self._hit_blocks - gpu_reads)
+        below = TierCount(on_disk, disk.blocks_written, disk.blocks_read) if disk is not None else None
         return Outcome(
-            self._hit_tokens, self._hit_blocks, stats.blocks_stored, seconds, self._waited_s, host, below
+            self._hit_tokens, self._hit_blocks, stored, seconds, self._waited_s, gpu, host, below
         )  # fmt: skip
+
+    def _hits_by_tier(self) -> tuple[int, int, int]:
+        """Hit tokens of GPU, memory and disk. The planner counts whole blocks; what partial last ones have less is
+        taken off where most hits are."""
+        hits = self.planner.state.stats.tokens.hit
+        counts = [hits[Tier.GPU], hits[Tier.HOST], hits[Tier.DISK]]
+        counts[counts.index(max(counts))] -= sum(counts) - self._hit_tokens
+        return counts[0], counts[1], counts[2]
 
     def serve(self, request: Request) -> int:
         """One request; answers how many of its leading blocks were promised."""
@@ -185,17 +208,11 @@ class SimulatedWorker:
         self._hit_tokens += min(self._cache.block_tokens * blocks, request.tokens)
         self._waited_s += now - request.time_s
         if lease is not None:
-            self._release(lease, now)
+            self._ask(LeaseReleased(_SESSION, lease), now, Released)
         if blocks < len(request.ids):
             reserve = ReserveRequested(_SESSION, _RESERVATION, _NAMESPACE, pack_ids(request.ids), 0, _TTL_S)
             if len(self._ask(reserve, now, Reserved).blocks):
                 self._ask(CommitRequested(_SESSION, _RESERVATION), now, Committed)
-
-    def _release(self, lease: bytes, now: float) -> None:
-        hits = self.planner.state.namespaces[_NAMESPACE].tokens.hit
-        before = hits[Tier.DISK]
-        self._ask(LeaseReleased(_SESSION, lease), now, Released)
-        self._disk_tokens += hits[Tier.DISK] - before
 
     def _pass_time(self, until: float) -> None:
         """What happens before `until`: jobs of the disk end, and the planner is told the time in pauses."""
@@ -223,14 +240,20 @@ class SimulatedWorker:
 
     def _tell(self, event: Event, now: float) -> list[Command]:
         commands = self.planner.handle(event, now)
-        if self.disk is not None:
-            for command in commands:
-                if isinstance(command, Arrived) and command.done and command.lease in self._waiting:
-                    request = self._waiting.pop(command.lease)
-                    self._go_on(request, command.lease, command.ready_blocks, now)
-                else:
-                    self.disk.order(command, now)
+        if self.disk is not None or self._cache.gpu_blocks:
+            self._carry_out(commands, now)
         return commands
+
+    def _carry_out(self, commands: list[Command], now: float) -> None:
+        for command in commands:
+            if isinstance(command, Arrived) and command.done and command.lease in self._waiting:
+                request = self._waiting.pop(command.lease)
+                self._go_on(request, command.lease, command.ready_blocks, now)
+            elif isinstance(command, PromoteSlots):
+                self._promoted += sum(len(part.sources) for part in command.parts)
+                self._tell(PromotionDone(command.copy, ok=True), now)
+            elif self.disk is not None:
+                self.disk.order(command, now)
 
     def _next_lease(self) -> bytes:
         self._leases += 1

@@ -22,9 +22,9 @@ KNOWN_POLICIES: Final = (*POLICIES, OPTIMUM)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to simulate: every policy at every capacity of memory over every disk (0 blocks: none).
+    """What to simulate: every policy at every capacity of memory over every disk (0 blocks: none), below a GPU pool.
 
-    prefill_tokens_per_s: what a hit saves; block_bytes: None where bytes do not matter (a disk needs them);
+    prefill_tokens_per_s: what a hit saves; block_bytes: None where bytes do not matter (other tiers need them);
     disk_bytes_per_s, host_bytes_per_s: what loading from disk and copying out of memory costs."""
 
     policies: tuple[str, ...]
@@ -36,12 +36,13 @@ class Plan:
     disks: tuple[int, ...] = (0,)
     disk_bytes_per_s: float = 3e9
     host_bytes_per_s: float = 20e9
+    gpu_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TierRow:
-    """One tier of a row. token_hit_ratio: of all tokens of the trace, those that were hit here. `host` is read by
-    workers; what they hit on disk goes through it."""
+    """One tier of a row. token_hit_ratio: of all tokens of the trace, those that were hit here. What workers hit on
+    disk goes through `host`; what `gpu` holds are copies."""
 
     tier: str
     capacity_blocks: int
@@ -56,9 +57,9 @@ class TierRow:
 class Row:
     """Ratios are shares of all tokens or blocks of the trace, 0 to 1; `seconds` is how long the replay took.
 
-    blocks_written: blocks that workers stored. load_s: waiting for the disk and copying out of memory; saved_prefill_s:
-    what the hit tokens would have taken to compute, less load_s. The optimum has one tier that holds what all hold
-    together and costs nothing to load, so no `tiers`."""
+    blocks_written: blocks that workers stored. load_s: waiting for the disk and copying out of host memory;
+    saved_prefill_s: what the hit tokens would have taken to compute, less load_s. The optimum has one tier that holds
+    what memory and disk hold together and costs nothing to load, so no `tiers`."""
 
     policy: str
     capacity_blocks: int
@@ -99,9 +100,9 @@ def _row(trace: Trace, plan: Plan, policy: str, capacity: tuple[int, int], progr
         outcome = replay(trace, _cache(trace, plan, policy, blocks, disk), progress)
     size = plan.block_bytes
     read = outcome.hit_blocks
-    copied_s = read * size / plan.host_bytes_per_s if size is not None and policy != OPTIMUM else 0.0
+    copied_s = outcome.host.blocks_read * size / plan.host_bytes_per_s if size is not None and outcome.host else 0.0
     load_s = outcome.waited_s + copied_s
-    counts = (("host", blocks, outcome.host), ("disk", disk, outcome.disk))
+    tiers = (("gpu", plan.gpu_blocks, outcome.gpu), ("host", blocks, outcome.host), ("disk", disk, outcome.disk))
     return Row(
         policy=policy,
         capacity_blocks=blocks,
@@ -115,19 +116,20 @@ def _row(trace: Trace, plan: Plan, policy: str, capacity: tuple[int, int], progr
         load_s=load_s,
         bytes_written=_times(outcome.blocks_written, size),
         bytes_read=_times(read, size),
-        tiers=tuple(_tier(trace, name, held, count, size) for name, held, count in counts if count is not None),
+        tiers=tuple(_tier(trace, name, held, count, size) for name, held, count in tiers if count is not None),
     )
 
 
 def _cache(trace: Trace, plan: Plan, policy: str, blocks: int, disk: int) -> Cache:
     # More than all blocks of the trace is the same, and a planner has bounds of its own.
     room = min(blocks, max(trace.blocks, 1))
-    below = None
-    if disk:
-        if plan.block_bytes is None:
-            raise ValueError("a disk needs the size of a block")
-        below = DiskModel(disk, plan.block_bytes, plan.disk_bytes_per_s)
-    return Cache(room, plan.block_tokens, policy, plan.seed, below, plan.prefill_tokens_per_s)
+    if not disk and not plan.gpu_blocks:
+        return Cache(room, plan.block_tokens, policy, plan.seed)
+    if plan.block_bytes is None:
+        raise ValueError("other tiers than memory need the size of a block")
+    below = DiskModel(disk, plan.block_bytes, plan.disk_bytes_per_s) if disk else None
+    rate = plan.prefill_tokens_per_s
+    return Cache(room, plan.block_tokens, policy, plan.seed, below, rate, plan.gpu_blocks, plan.block_bytes)
 
 
 def _tier(trace: Trace, name: str, blocks: int, count: TierCount, size: int | None) -> TierRow:

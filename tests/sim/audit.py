@@ -37,8 +37,6 @@ def stored_keys(space: Namespace) -> set[bytes]:
     stored: set[bytes] = set()
     for rows, keys in visible_nodes(space):
         held = space.any_part(rows)
-        if space.on_disk:
-            held |= space.table.is_clean(rows)
         stored.update(key for key, here in zip(keys, held.tolist(), strict=True) if here)
     return stored
 
@@ -95,7 +93,7 @@ def check_planned(
     if reply.planned_blocks != expected and not cut_short:
         raise SimError(f"{reply.planned_blocks} blocks planned, {expected} are there")
     if reply.planned_blocks and spec.kind is NamespaceKind.TOKENS:
-        check_runs(spec, reply, start, start + reply.ready_blocks)
+        check_runs(spec, reply, start)
 
 
 def longest_restorable(space: Namespace, prompt: Prompt, start: int, limit: int) -> int:
@@ -142,8 +140,9 @@ def check_records(space: Namespace, disk: FakeDisk) -> None:
                     raise SimError(f"segment {segment}, page {page}: {found} instead of {name}")
 
 
-def restorable_keys(disk: FakeDisk, number: int, parts: int) -> set[bytes]:
-    """Blocks of a namespace that a restart must bring back: whole on disk, not revoked, and so all in front of them."""
+def restorable_keys(disk: FakeDisk, number: int, spec: NamespaceSpec) -> set[bytes]:
+    """Blocks of a namespace that a restart must bring back: on disk with all full parts (without a full group: with
+    any), not revoked, and so all in front of them."""
     whole: dict[bytes, set[int]] = {}
     parents: dict[bytes, bytes] = {}
     for pages in disk.segments.values():
@@ -151,24 +150,27 @@ def restorable_keys(disk: FakeDisk, number: int, parts: int) -> set[bytes]:
             if record.name[0] == number and not disk.revoked(record, *disk.ordered):
                 whole.setdefault(record.name[1], set()).add(record.name[2])
                 parents[record.name[1]] = record.parent
+    must = {part for part, each in enumerate(spec.parts) if spec.groups[each.group].kind is GroupKind.FULL}
     found: set[bytes] = set()
     for key in whole:
         chain = [key]
-        while chain[-1] in whole and len(whole[chain[-1]]) == parts:
+        while chain[-1] in whole and must <= whole[chain[-1]]:
             chain.append(parents[chain[-1]])
         if chain[-1] == bytes(32):
             found.update(chain[:-1])
     return found
 
 
-def check_runs(spec: NamespaceSpec, reply: Acquired, start: int, end: int) -> None:
-    """Full groups whole, sliding and state groups exactly what the prefix needs; copies in one GPU pool in front."""
+def check_runs(spec: NamespaceSpec, reply: Acquired, start: int) -> None:
+    """Of what is ready: full groups whole, sliding and state groups exactly what the promised prefix needs; copies in
+    one GPU pool in front."""
+    end = start + reply.ready_blocks
     got: dict[int, tuple[int, int]] = {}
     for run in reply.runs:
         first, behind = got.get(run.part, (run.first_block, run.first_block))
         if run.first_block != behind or (run.pool != HOST_POOL and run.part in got):
             raise SimError(f"part {run.part}: runs that do not follow each other, GPU first")
         got[run.part] = (first, run.first_block + len(run.slots))
-    for part, needed in needed_parts(spec, start, end):
-        if needed < end and got.get(part) != (needed, end):
+    for part, needed in needed_parts(spec, start, start + reply.planned_blocks):
+        if got.get(part) != ((needed, end) if needed < end else None):
             raise SimError(f"part {part}: blocks {got.get(part)} instead of {(needed, end)}")

@@ -36,10 +36,14 @@ FLAVOURS: dict[str, tuple[list[int], list[str]]] = {
     "gpu_lost": ([0, 1], ["lose_device"]),
     "gpu_restarts": ([0, 1], ["restart", "session_trouble", "clear"]),
     "gpu_disk": ([0, 1], ["crash", "clear", "disk_trouble", "flush", "fail_part", "lose_device"]),
-    "disk": ([0, 1, 0, 1, 2, 4], ["crash"] * 2 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
+    "disk": ([0, 1, 0, 1, 2, 3, 4], ["crash"] * 2 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
     "disk_moves": ([0, 1], ["clear", "flush"]),
     "disk_restarts": ([0, 1], ["crash"] * 3 + ["restart"] * 3 + ["clear", "session_trouble"]),
+    "disk_windows": ([2, 2, 3], ["crash"] * 5 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
 }
+
+# For planted bugs that show without GPU pools; those have their own in test_gpu_simulator.
+WITHOUT_GPUS = tuple(flavour for flavour in FLAVOURS if "gpu" not in flavour)
 
 
 def chain(letters: str) -> bytes:

@@ -81,9 +81,9 @@ class Nonsense:
     def _repeat_reserve(self, event: ReserveRequested, before: list[Command]) -> None:
         sim = self.simulator
         granted = next((each for each in before if isinstance(each, Reserved) and len(each.blocks)), None)
-        known = sim.planner.state.reservations.get(event.reservation)
-        if granted is None or known is None or (known.deadline <= sim.now and not known.expired):
-            return  # it runs out with this very event, and the retry is a new one
+        reservation = sim.planner.state.reservations.get(event.reservation)
+        if granted is None or reservation is None or reservation.deadline <= sim.now:
+            return
         again = sim.send(event)
         if not any(each is granted or isinstance(each, Refused) for each in again):
             raise SimError("a retried Reserve was answered otherwise")

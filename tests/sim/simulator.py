@@ -111,11 +111,15 @@ class Simulator:
         self.slabs = self.rng.randint(2, 6 if "disk" not in self.flavour else 3)
         self.disk: FakeDisk | None = None
         self.recovery: Iterator[list[Event]] | None = None
+        self.pace, self.limits = (0, 1, 3, 6), (None, None, None, 2)
         if "disk" in self.flavour:
             self.disk = FakeDisk(self.memory, self.rng)
             self.trouble, self.diligence = self.rng.choice((0.15, 0.5)), self.rng.choice((0.6, 0.9))
-            if self.flavour == "disk_moves":
+            if self.flavour in ("disk_moves", "disk_windows"):
                 self.disk.haste = 0.0
+            if self.flavour == "disk_windows":  # several loads at once, of prefixes that need other windows
+                self.pace, self.limits = (0, 0, 1, 2), (None, 1, 2, 3)
+                self.slabs = self.rng.randint(3, 7)
         self.gpu_slabs = [self.rng.randint(1, 2) for _ in range(self.rng.choice((1, 1, 2)))] if self.is_gpu else []
         if self.flavour == "gpu_cuts":
             self.gpu_slabs = [1]
@@ -156,7 +160,7 @@ class Simulator:
             self.act()
         elif choice < 0.85:
             self.executes()
-            for _ in range(self.rng.choice((0, 1, 3, 6)) if self.disk is not None else 0):
+            for _ in range(self.rng.choice(self.pace) if self.disk is not None else 0):
                 self.disk_works()
         elif self.disk is not None and self.rng.random() < 0.3:
             self.flush()
@@ -321,11 +325,12 @@ class Simulator:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def acquire(self, worker: Worker) -> None:
-        prompt = self.prompt()
+    def acquire(self, worker: Worker, prompt: Prompt | None = None) -> None:
+        again = prompt is None and self.flavour == "disk_windows"  # two want the same, to different lengths
+        prompt = prompt or self.prompt()
         lease = self.new_id()
         from_block = self.rng.choice((0, 0, 0, self.rng.randint(0, prompt.blocks)))
-        limit = self.rng.choice((None, None, None, 2))
+        limit = self.rng.choice(self.limits)
         total = prompt.blocks * TOKENS + self.rng.randint(0, TOKENS - 1)
         event = AcquireRequested(
             worker.session, lease, prompt.namespace, prompt.keys, from_block, total, self.rng.choice((0.5, 5.0)), limit
@@ -335,6 +340,8 @@ class Simulator:
             event.recompute_s_per_token = self.rng.choice((0.0, 1e-6, 1.0, 1.0, 1.0, 1.0, 1.0))
         self.waiting[lease] = (worker, prompt, event)
         self.send(event)
+        if again and self.rng.random() < 0.5:
+            self.acquire(worker, prompt)
 
     def acquired(self, reply: Acquired) -> None:
         if reply.lease not in self.waiting:
@@ -536,7 +543,7 @@ class Simulator:
         self.check()
         for space in self.planner.state.namespaces.values():
             if space.on_disk:
-                expected = audit.restorable_keys(self.disk, space.number, len(space.strides))
+                expected = audit.restorable_keys(self.disk, space.number, space.spec)
                 if self.visible[space.number] != expected:
                     raise SimError("a restart brought back other blocks than those that are whole on disk")
 

@@ -22,6 +22,7 @@ from prefixcache.core.radix import Node, Path
 from prefixcache.core.removal import Remover
 from prefixcache.core.state import State
 from tests.sim.fakes import SimError
+from tests.sim.layouts import WITHOUT_GPUS
 from tests.sim.simulator import Simulator
 
 SEEDS = 800
@@ -169,7 +170,7 @@ def test_finds_the_planted_bug(plant: Callable[[Patch], None], monkeypatch: Patc
     plant(monkeypatch)
     for seed in range(SEEDS):
         try:
-            Simulator(seed).run()
+            Simulator(seed, WITHOUT_GPUS).run()
         except (SimError, InvariantError, AssertionError, KeyError, ValueError, RuntimeError, AttributeError):
             return
     raise AssertionError(f"{SEEDS} seeds did not find {plant.__name__}")

@@ -31,11 +31,14 @@ from prefixcache.core.state import State
 from prefixcache.core.table import BlockTable
 from tests.sim.__main__ import main
 from tests.sim.fakes import SimError
+from tests.sim.layouts import WITHOUT_GPUS
 from tests.sim.simulator import Simulator
 
 SEEDS = 3_000
 BATCH = 250
 PLANTED_SEEDS = 1_500
+# Where a bug shows in few of the seeds, those with more of what it takes are tried.
+ALONE = {"patches_of_cleared_blocks_written": ("patches",)}
 
 Patch = pytest.MonkeyPatch
 
@@ -223,7 +226,13 @@ def evicted_blocks_still_matched(patch: Patch) -> None:
 
 
 def inner_blocks_evicted(patch: Patch) -> None:
-    patch.setattr(LeafLru, "remove_leaf", lambda self, node: None)
+    right = LeafLru.remove_leaf
+
+    def wrong(self: LeafLru, node: Node) -> None:
+        if not node.held or node.pins:  # what is pinned must go out of order, or its eviction is tried for ever
+            right(self, node)
+
+    patch.setattr(LeafLru, "remove_leaf", wrong)
 
 
 def free_slots_miscounted(patch: Patch) -> None:
@@ -282,7 +291,7 @@ def test_finds_the_planted_bug(plant: Callable[[Patch], None], monkeypatch: Patc
     plant(monkeypatch)
     for seed in range(PLANTED_SEEDS):
         try:
-            Simulator(seed).run()
+            Simulator(seed, ALONE.get(plant.__name__, WITHOUT_GPUS)).run()
         except (SimError, InvariantError, AssertionError, KeyError, ValueError, RuntimeError, AttributeError):
             return
     raise AssertionError(f"{PLANTED_SEEDS} seeds did not find {plant.__name__}")

@@ -186,6 +186,8 @@ def fingerprint_vectors() -> dict[str, Any]:
             compute_dtype="float16", k_scales=(0.5, 0.25), v_scales=(1.0,), codec="none", rope={"all": {}},
             config={"norm_eps": 1e-5}, overrides={"note": b"\1"}, lora=bytes(range(2, 34)), tenant="a", engine="vllm",
         ),
+        "int8": NamespaceIdentity(weights=weights, layout=layouts()["gqa"], codec="int8"),
+        "int4": NamespaceIdentity(weights=weights, layout=layouts()["gqa"], codec="int4"),
         "smollm2 from a transformers 4.57 config": namespace_from_hf(SMOLLM2, weights, "bfloat16").identity,
         "gemma3 from a transformers 4.57 config": namespace_from_hf(GEMMA3, weights, "float32").identity,
     }  # fmt: skip

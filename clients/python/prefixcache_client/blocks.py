@@ -3,12 +3,14 @@
 Plain data made once per namespace. It must not know sessions, tensors or how bytes travel.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
 from prefixcache.identity.layout import CANONICAL_PACKING, DTYPE_BITS, GroupKind, LayerGroup, Layout, LayoutError, Part
 from prefixcache.v1 import common_pb2
+from prefixcache_offload.codecs.formats import RAW, CodecError, Format, format_of, most
 from prefixcache_offload.strides import PartShape
 from prefixcache_offload.units import SLOT_GRANULE
 
@@ -23,18 +25,41 @@ MAX_LABEL: Final = 200
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A layout at a block size. Raises LayoutError, as `Layout.parts` does, when its sizes overflow."""
+    """A layout at a block size, in the form that slots hold. Raises LayoutError, as `Layout.parts` does, when its sizes
+    overflow, and CodecError for a codec that is unknown or cannot stand for this layout.
+
+    `layout` is that of the engine's tensors, `stored` that of the slots; they differ where there is a codec.
+    """
 
     layout: Layout
     block_tokens: int
+    codec: str = RAW
 
     def __post_init__(self) -> None:
-        self.layout.parts(self.block_tokens)
+        self.stored.parts(self.block_tokens)
+
+    @cached_property
+    def coder(self) -> Format | None:
+        """The form of the slots' bytes, None for raw."""
+        return format_of(self.codec)
+
+    @cached_property
+    def source(self) -> "BlockFormat":
+        """The same blocks raw: what callers' tensors look like."""
+        return self if self.coder is None else BlockFormat(self.layout, self.block_tokens)
+
+    @cached_property
+    def stored(self) -> Layout:
+        """The layout of the slots' bytes."""
+        if self.coder is None:
+            return self.layout
+        groups = tuple(_coded_group(self.coder, self.layout, group, self.block_tokens) for group in self.layout.groups)
+        return Layout(groups, self.layout.packing, self.layout.stages)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Parts of a block, part i at index i."""
-        return self.layout.parts(self.block_tokens)
+        """Parts of a block as they are stored, part i at index i."""
+        return self.stored.parts(self.block_tokens)
 
     @cached_property
     def block_bytes(self) -> int:
@@ -48,8 +73,8 @@ class BlockFormat:
 
     @cached_property
     def shapes(self) -> tuple[PartShape, ...]:
-        """By part: where K and V lie. Raises LayoutError for parts that are opaque bytes (native packing, states)."""
-        return tuple(self._shape(part) for part in self.parts)
+        """By part: where K and V lie in a raw block. Raises LayoutError for opaque bytes (native packing, states)."""
+        return tuple(self._shape(part) for part in self.layout.parts(self.block_tokens))
 
     @cached_property
     def needed_blocks(self) -> tuple[int, ...]:
@@ -66,12 +91,16 @@ class BlockFormat:
         item = self.parts[part]
         return self.layout.groups[item.group].layers[item.first_layer : item.first_layer + item.layer_count]
 
+    def dtype_of(self, part: int) -> str:
+        """The type of a part's numbers in the engine's tensors."""
+        return self.layout.groups[self.parts[part].group].dtype
+
     def spec(self, fingerprint: bytes, label: str) -> common_pb2.NamespaceSpec:
         """What OpenNamespace sends. The root key stays here: the server never needs to hash."""
         return common_pb2.NamespaceSpec(
             fingerprint=fingerprint,
             block_tokens=self.block_tokens,
-            groups=[_group(group) for group in self.layout.groups],
+            groups=[_group(group) for group in self.stored.groups],
             parts=[
                 common_pb2.Part(
                     group=part.group, first_layer=part.first_layer, layers=part.layer_count, size_bytes=part.bytes
@@ -98,6 +127,20 @@ class BlockFormat:
             itemsize=itemsize,
             scale_bytes=group.scale_bytes,
         )
+
+
+def _coded_group(coder: Format, layout: Layout, group: LayerGroup, block_tokens: int) -> LayerGroup:
+    if layout.packing != CANONICAL_PACKING or group.kind is GroupKind.STATE:
+        what = "states" if group.kind is GroupKind.STATE else f"bytes packed as {layout.packing!r}"
+        raise CodecError(f"{coder.name} cannot code {what}: nobody here knows the numbers in them; use codec='raw'")
+    most(group.dtype)  # raises for numbers that have no coded form
+    scales = group.scale_bytes + coder.scale_bytes(block_tokens, group.k_dim, group.v_dim)
+    if group.scale_bytes or group.k_dim * coder.bits % _BYTE_BITS or group.v_dim * coder.bits % _BYTE_BITS:
+        raise CodecError(
+            f"{coder.name} needs KV without scales of its own and head sizes that fill bytes, got {group.k_dim} and "
+            f"{group.v_dim}; use codec='raw'"
+        )
+    return dataclasses.replace(group, dtype=coder.name, scale_bytes=scales)
 
 
 def _needed(group: LayerGroup, block_tokens: int) -> int:

@@ -48,7 +48,7 @@ class Coming:
             if news.stop:
                 self.reason = reason_name(news.stop)
             if ready > before:
-                return leased_runs(form, news.runs, range(before, ready))
+                return leased_runs(form, news.runs, range(before, ready), self.blocks.stop)
         return []
 
     def _next(self) -> cache_pb2.ArrivalsResponse:

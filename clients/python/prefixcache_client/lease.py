@@ -61,7 +61,7 @@ class Grant:
         Raises Unreachable where the server contradicts itself."""
         if self._runs is None:
             ready = blocks if self.coming is None else range(blocks.start, self.coming.blocks.start)
-            self._runs = leased_runs(form, self._packed.runs, ready)
+            self._runs = leased_runs(form, self._packed.runs, ready, blocks.stop)
         return self._runs
 
     def wait(self, form: BlockFormat, blocks: range) -> list[SlotRun]:
@@ -145,6 +145,8 @@ class Lease:
 
     def parts(self, part: int = 0) -> range:
         """Positions of the blocks of `part` that may be read: all, or the last window of a sliding group."""
+        if self._grant is not None and self._grant.coming is not None:  # some of its slots are not known yet
+            return range(max(self.from_block, self.blocks - self._form.needed_blocks[part]), self.blocks)
         runs = [run for run in self._all_runs() if run.part == part]
         return range(int(runs[0].blocks[0]), int(runs[-1].blocks[-1]) + 1) if runs else range(0)
 

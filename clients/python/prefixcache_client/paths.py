@@ -9,18 +9,17 @@ counting.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from prefixcache_client import coding
 from prefixcache_client.blocks import BlockFormat
 from prefixcache_client.errors import Failure, Unreachable
 from prefixcache_client.pools import MappedPools
 from prefixcache_client.reasons import INTERNAL, LEASE_LOST, RESERVATION_EXPIRED
 from prefixcache_client.runs import SlotRun
 from prefixcache_client.tensors import KvTensors
-from prefixcache_offload import transfer
-from prefixcache_offload.engine import Job
 from prefixcache_offload.mapping import Bytes
 from prefixcache_offload.memory import Memory
 
-Planned = list[tuple[Memory, list[Job]]]
+Planned = list[tuple[Memory, list[coding.AnyJob]]]
 """Moves by the pool they are from or to."""
 
 
@@ -58,14 +57,14 @@ class MappedPath:
             planned = self._plan(form, runs, tensors)
         except Unreachable as error:
             raise Failure(LEASE_LOST, str(error)) from error
-        moved = copied(transfer.load, planned)
+        moved = copied(coding.load, planned)
         if not self._pools.unchanged(runs):
             raise Failure(LEASE_LOST, "a slot got another owner before its bytes were read")
         return moved
 
     def save(self, form: BlockFormat, reservation: bytes, runs: Sequence[SlotRun], tensors: KvTensors) -> int:
         """See BytePath."""
-        moved = copied(transfer.store, self._plan(form, runs, tensors))
+        moved = copied(coding.store, self._plan(form, runs, tensors))
         if not self._pools.unchanged(runs):
             raise Failure(RESERVATION_EXPIRED, "a reserved slot got another owner before it was filled")
         return moved
@@ -80,11 +79,11 @@ class MappedPath:
 
     def _plan(self, form: BlockFormat, runs: Sequence[SlotRun], tensors: KvTensors) -> Planned:
         """All moves before the first byte, so that a mistake in the tensors changes nothing."""
-        planned: dict[int, tuple[Memory, list[Job]]] = {}
+        planned: dict[int, tuple[Memory, list[coding.AnyJob]]] = {}
         for run in runs:
             memory = self._pools.memory(run, form.parts[run.part].bytes)
             _, jobs = planned.setdefault(run.pool, (memory, []))
-            jobs += tensors.jobs(form, run.part, run.blocks, run.slots)
+            jobs += coding.plan(form, run, run.slots, tensors)
         return list(planned.values())
 
 
@@ -98,17 +97,17 @@ class MappedReads:
         self.save = streamed.save
 
 
-def copied(copy: Callable[[Memory, Sequence[Job]], int], planned: Planned) -> int:
+def copied(copy: Callable[[Memory, Sequence[coding.AnyJob]], int], planned: Planned) -> int:
     """Carry out all moves and wait for those that a device does by itself; the bytes moved. Raises Failure.
 
     Only after that may generations be compared, or a buffer be used again.
     """
     try:
         moved = sum(copy(memory, jobs) for memory, jobs in planned)
-        for memory, jobs in planned:
-            memory.wait()  # copies off a device, whose target may be in host memory
-            for job in jobs:
-                job.memory.wait()
+        for pool, jobs in planned:
+            pool.wait()  # copies off a device, whose target may be in host memory
+            for memory in coding.memories(jobs):
+                memory.wait()
     except OSError as error:
         raise Failure(INTERNAL, f"the kernel refused a copy: {error}") from error
     return moved

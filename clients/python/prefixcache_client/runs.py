@@ -44,16 +44,21 @@ class SlotRun:
         return int(self.blocks.size)
 
 
-def leased_runs(form: BlockFormat, runs: Iterable[common_pb2.PartRun], blocks: range) -> list[SlotRun]:
-    """The runs of an AcquireResponse that promises `blocks`, cut to them.
+def leased_runs(
+    form: BlockFormat, runs: Iterable[common_pb2.PartRun], blocks: range, planned: int | None = None
+) -> list[SlotRun]:
+    """The runs of an answer that tells `blocks` to be ready, cut to them.
+
+    planned: where the promised prefix ends, if not with them: of a sliding group it needs its last window.
 
     Raises Unreachable where the server contradicts itself: a part that lacks a block it needs would be garbage in a
     cache.
     """
     cut = (_run(form, run, _consecutive(run.first_block, len(run.slots) // 4)).within(blocks) for run in runs)
     leased = [run for run in cut if run is not None]
+    end = blocks.stop if planned is None else planned
     for part in form.parts:
-        needed = max(blocks.start, blocks.stop - form.needed_blocks[part.index])
+        needed = max(blocks.start, end - form.needed_blocks[part.index])
         for run in leased:
             if run.part == part.index and run.blocks[0] <= needed:
                 needed = max(needed, int(run.blocks[-1]) + 1)

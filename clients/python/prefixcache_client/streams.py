@@ -17,6 +17,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from prefixcache.v1 import cache_pb2
+from prefixcache_client import coding
 from prefixcache_client.blocks import BlockFormat
 from prefixcache_client.errors import Failure, Unreachable
 from prefixcache_client.paths import copied
@@ -24,7 +25,6 @@ from prefixcache_client.reasons import CHECKSUM_MISMATCH, STREAM_TRUNCATED
 from prefixcache_client.runs import SlotRun
 from prefixcache_client.tensors import KvTensors
 from prefixcache_client.transport import BlockStreams, unreadable
-from prefixcache_offload import transfer
 from prefixcache_offload.checksum import matches
 from prefixcache_offload.mapping import Bytes
 from prefixcache_offload.memory import Memory
@@ -47,9 +47,9 @@ class StreamPath:
         moved = 0
         for run in _bounded(form, runs):
             staged = _Staged(form, run)
-            jobs = tensors.jobs(form, run.part, run.blocks, staged.slots)
+            jobs = coding.plan(form, run, staged.slots, tensors)
             self._receive(lease, run, staged)
-            moved += copied(transfer.load, [(staged.memory, jobs)])
+            moved += copied(coding.load, [(staged.memory, jobs)])
         return moved
 
     def save(self, form: BlockFormat, reservation: bytes, runs: Sequence[SlotRun], tensors: KvTensors) -> int:
@@ -57,7 +57,7 @@ class StreamPath:
         moved = 0
         for run in _bounded(form, runs):
             staged = _Staged(form, run)
-            copied(transfer.store, [(staged.memory, tensors.jobs(form, run.part, run.blocks, staged.slots))])
+            copied(coding.store, [(staged.memory, coding.plan(form, run, staged.slots, tensors))])
             self._send(reservation, run, staged)
             moved += run.count * staged.part_bytes
         return moved

@@ -47,7 +47,7 @@ def adapter_state(model: PreTrainedModel) -> AdapterState:
 
 
 def model_identity(
-    model: PreTrainedModel, shape: CacheShape, *, block_tokens: int, epoch: int, tenant: str
+    model: PreTrainedModel, shape: CacheShape, *, block_tokens: int, epoch: int, tenant: str, codec: str = "raw"
 ) -> NamespaceIdentity:
     """The identity of the KV that `model` computes now.
 
@@ -64,6 +64,7 @@ def model_identity(
         block_tokens=block_tokens,
         epoch=epoch,
         tenant=tenant,
+        codec=codec,
         compute_dtype=str(model.dtype),
         lora=_lora_digest(model, active) if active else b"",
         quantisation="none" if quantisation is None else _quantisation_name(quantisation),

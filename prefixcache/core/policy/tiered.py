@@ -68,8 +68,8 @@ class TieredLeaves:
         space = node.space
         if run == 1 or space is None or not space.on_disk:
             return run
-        clean = space.table.is_clean(node.row_array()[-run:])
-        return equal_tail(clean != clean[-1])
+        ways = space.ways_out(node.row_array()[-run:])
+        return equal_tail(ways != ways[-1])
 
     def leaf_count(self) -> int:
         return self.clean.leaf_count() + self.dirty.leaf_count()

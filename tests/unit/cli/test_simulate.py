@@ -76,8 +76,18 @@ def test_a_disk_below_memory(run: Run, trace: Path) -> None:
     slow = json.loads(run(*line, "--disk-bandwidth", "1MB", "--json").stdout)["rows"][1]
     assert slow["tiers"][1]["token_hit_ratio"] < both["tiers"][1]["token_hit_ratio"]
     table = run(*line)
-    assert "disk in" in table.stdout
+    assert "to disk" in table.stdout
     assert "200" in table.stdout
+
+
+def test_a_gpu_above_memory(run: Run, trace: Path) -> None:
+    line = ["simulate", str(trace), "--policy", "lru", "--capacity", "40", "--block-bytes", "1MiB"]
+    line += ["--gpu-capacity", "15", "--disk-capacity", "100"]
+    (row,) = json.loads(run(*line, "--json").stdout)["rows"]
+    assert [tier["tier"] for tier in row["tiers"]] == ["gpu", "host", "disk"]
+    assert row["tiers"][0]["capacity_blocks"] == 15
+    assert row["tiers"][0]["token_hit_ratio"] > 0
+    assert "of gpu" in run(*line).stdout
 
 
 def test_capacity_as_share_blocks_and_bytes_is_the_same_cache(run: Run, trace: Path) -> None:
@@ -122,6 +132,8 @@ def test_a_block_size_that_does_not_fit_is_doubted(run: Run, trace: Path) -> Non
         (["--capacity", "10", "--block-bytes", "0"], "at least one byte"),
         (["--block-tokens", "0"], "--block-tokens"),
         (["--disk-capacity", "10"], "--block-bytes"),
+        (["--gpu-capacity", "10"], "--block-bytes"),
+        (["--gpu-capacity", "10,20", "--block-bytes", "1MiB"], "--gpu-capacity takes one size"),
         (["--disk-capacity", "much", "--block-bytes", "1MiB"], "--disk-capacity"),
         (["--disk-capacity", ",", "--block-bytes", "1MiB"], "--disk-capacity: names none"),
         (["--disk-bandwidth", "0"], "--disk-bandwidth takes at least one byte"),

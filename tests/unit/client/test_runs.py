@@ -55,6 +55,14 @@ def test_a_lease_with_a_hole_is_refused(runs: list[common_pb2.PartRun]) -> None:
         leased_runs(FORM, runs, range(10))
 
 
+def test_of_a_prefix_that_still_comes_only_its_last_window_is_needed() -> None:
+    (run,) = leased_runs(FORM, [part_run(0, 0, 6)], range(6), 10)
+    assert (run.part, run.count) == (0, 6)
+    assert len(leased_runs(FORM, [part_run(0, 6, 4), part_run(1, 8, 2)], range(6, 10), 10)) == 2
+    with pytest.raises(Unreachable):
+        leased_runs(FORM, [part_run(0, 6, 4), part_run(1, 9, 1)], range(6, 10), 10)
+
+
 def test_the_engines_own_blocks_are_not_needed() -> None:
     assert len(leased_runs(FORM, [part_run(0, 9, 1), part_run(1, 9, 1)], range(9, 10))) == 2
 

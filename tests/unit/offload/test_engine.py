@@ -36,6 +36,7 @@ LAYOUTS: list[tuple[str, tuple[Holds, ...]]] = [
 @pytest.fixture(params=["numpy", "kernel", "torch"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Force one of the three ways of copying; the last two begin with one move by numpy."""
+    monkeypatch.setattr(transfer, "_SLOW_IN_A_ROW", 1)
     monkeypatch.setattr(transfer, "_PATIENCE_S", 1e9 if request.param == "numpy" else -1e9)
     monkeypatch.setattr(vectored, "MIN_PIECE_BYTES", 1 << 60 if request.param == "torch" else 0)
     return str(request.param)

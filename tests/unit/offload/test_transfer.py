@@ -62,14 +62,25 @@ def test_a_free_interpreter_is_left_to_numpy(monkeypatch: pytest.MonkeyPatch) ->
     assert (kernel, torch_calls) == ([], [])
 
 
-def test_a_busy_interpreter_is_asked_once_more_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_interpreter_is_asked_a_few_times_more_only(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_clock(monkeypatch)
     monkeypatch.setattr(vectored, "MIN_PIECE_BYTES", 16 * 64 * 2)
     case = Case()
     kernel, copies = count(monkeypatch, vectored, "copy"), count(monkeypatch, np, "copyto")
     transfer.store(Memory.of_bytes(case.pool), [case.job])
     assert case.stored()
-    assert (kernel, copies) == ([1], [1])
+    assert (kernel, copies) == ([1], [1] * transfer._SLOW_IN_A_ROW)
+
+
+def test_a_copy_that_waited_for_a_core_now_and_then_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three are slow, never three in a row."""
+    ticks = (float(i - i // 3) for i in range(10**6))
+    monkeypatch.setattr(transfer._by_numpy, "__kwdefaults__", {"clock": lambda: next(ticks)})
+    case = Case()
+    kernel, torch_calls = count(monkeypatch, vectored, "copy"), count(monkeypatch, transfer, "_by_torch")
+    transfer.store(Memory.of_bytes(case.pool), [case.job])
+    assert case.stored()
+    assert (kernel, torch_calls) == ([], [])
 
 
 def test_short_stretches_go_by_torch_if_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

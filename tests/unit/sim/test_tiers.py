@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from prefixcache.core import invariants
@@ -53,10 +55,11 @@ def test_a_disk_that_is_slower_than_computing_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("policy", NAMES)
-@pytest.mark.parametrize(("blocks", "below"), [(8, 20), (60, 40)])
-def test_all_rules_hold_and_no_cap_is_passed(policy: str, blocks: int, below: int) -> None:
+@pytest.mark.parametrize(("above", "blocks", "below"), [(0, 8, 20), (20, 60, 40)])
+def test_all_rules_hold_and_no_cap_is_passed(policy: str, above: int, blocks: int, below: int) -> None:
     trace = made_up(120, 5)
-    worker = SimulatedWorker(Cache(blocks, BLOCK_TOKENS, policy, disk=DiskModel(below, MIB, 1e9)), 200)
+    disk = DiskModel(below, MIB, 1e9)
+    worker = SimulatedWorker(Cache(blocks, BLOCK_TOKENS, policy, disk=disk, gpu_blocks=above), 200)
     for number, request in enumerate(trace.requests):
         worker.serve(request)
         assert worker.disk is not None
@@ -69,6 +72,9 @@ def test_all_rules_hold_and_no_cap_is_passed(policy: str, blocks: int, below: in
     tokens = worker.planner.state.stats.tokens
     assert tokens.pending == 0
     assert outcome.hit_blocks * BLOCK_TOKENS == sum(tokens.hit)
+    tiers = [tier for tier in (outcome.gpu, outcome.host, outcome.disk) if tier is not None]
+    assert len(tiers) == 2 + bool(above)
+    assert sum(tier.hit_tokens for tier in tiers) == outcome.hit_tokens
     assert outcome.hit_blocks <= optimum(trace, blocks + below, BLOCK_TOKENS).hit_blocks
 
 
@@ -99,6 +105,23 @@ def test_rows_tell_both_tiers() -> None:
     assert best["token_hit_ratio"] > best_alone["token_hit_ratio"]
     with pytest.raises(ValueError, match="size of a block"):
         list(sweep(trace, Plan(("lru",), (20,), BLOCK_TOKENS, disks=(80,))))
+
+
+def test_a_gpu_holds_copies_of_what_is_hit_again_and_changes_nothing_else() -> None:
+    trace = made_up(200, 7)
+    plan = Plan(("lru",), (60,), BLOCK_TOKENS, block_bytes=MIB)
+    (alone,) = sweep(trace, plan)
+    (both,) = sweep(trace, replace(plan, gpu_blocks=20))
+    gpu, host = both.tiers
+    assert (both.token_hit_ratio, both.blocks_written) == (alone.token_hit_ratio, alone.blocks_written)
+    assert (gpu.tier, gpu.capacity_blocks) == ("gpu", 20)
+    assert 0 < gpu.token_hit_ratio < both.token_hit_ratio
+    assert gpu.token_hit_ratio + host.token_hit_ratio == pytest.approx(both.token_hit_ratio)
+    assert gpu.blocks_read + host.blocks_read == both.blocks_read
+    assert gpu.blocks_written >= 20
+    assert both.load_s < alone.load_s
+    with pytest.raises(ValueError, match="size of a block"):
+        list(sweep(trace, replace(plan, gpu_blocks=20, block_bytes=None)))
 
 
 def test_more_memory_than_slots_have_numbers_for() -> None:

@@ -1,0 +1,272 @@
+"""Coding and decoding with torch, on any device: the same numbers as `arrays`, fast.
+
+On the host a decode goes from the coded bytes straight to where the numbers are wanted, a few blocks at a time, through
+float32 in the cache, which torch computes three times as fast as bfloat16. It runs on a few threads of ours, each of
+which has torch work on one thread: torch's own threads wait for each other at every step, and where another process
+has a core for a moment that costs ten times the work.
+
+torch is imported when something is done, never before.
+"""
+
+import functools
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from prefixcache_offload.codecs.formats import LEAST_SCALE, Format, Rule, most
+from prefixcache_offload.strides import Component, PartShape
+
+if TYPE_CHECKING:
+    import torch
+
+_PIECE: Final = 1 << 19
+"""Numbers decoded at a time: larger costs cache, smaller costs calls."""
+_MOST_THREADS: Final = 4
+_TILE: Final = 8
+"""Tokens that share one step where all of a channel's tokens share a scale: longer inner loops."""
+_local = threading.local()
+
+
+class Plane(NamedTuple):
+    """K or V of some blocks: codes and where the numbers go.
+
+    layers: u8[n, head, layer, coded layer bytes], any strides. target: numbers [n, head, layer, token, dim], any
+    strides. first_token: of the block, that is token 0 of the target.
+    """
+
+    component: Component
+    layers: "torch.Tensor"
+    target: "torch.Tensor"
+    first_token: int
+
+
+def encode(form: Format, shape: PartShape, dtype: str, raw: "torch.Tensor") -> "torch.Tensor":
+    """u8[n, coded part bytes] of u8[n, part bytes], blocks of `dtype` in canonical order, on their device."""
+    import torch
+
+    coded = form.coded(shape)
+    made = torch.empty((len(raw), coded.part_bytes), dtype=torch.uint8, device=raw.device)
+    into = made.view(len(raw), coded.kv_heads, coded.layers, coded.layer_bytes)
+    numbers = raw.view(getattr(torch, dtype)).view(len(raw), shape.kv_heads, shape.layers, -1)
+    pieces = [_Uncoded(form, shape, dtype, some, to) for some, to in zip(numbers, into, strict=True)]
+    if raw.device.type != "cpu":
+        pieces = [_Uncoded(form, shape, dtype, numbers, into)]
+    _run([functools.partial(_encode_piece, piece) for piece in pieces], host=raw.device.type == "cpu")
+    return made
+
+
+class _Uncoded(NamedTuple):
+    """numbers: [..., head, layer, k and v of a block]; into: u8[..., head, layer, coded layer bytes]."""
+
+    form: Format
+    shape: PartShape
+    dtype: str
+    numbers: "torch.Tensor"
+    into: "torch.Tensor"
+
+
+def _encode_piece(piece: _Uncoded) -> None:
+    form, shape, at = piece.form, piece.shape, 0
+    names: tuple[Component, ...] = ("k", "v")
+    for component in names:
+        size = shape.tokens * shape.dim(component)
+        if size:
+            values = piece.numbers[..., at : at + size].unflatten(-1, (shape.tokens, shape.dim(component)))
+            _encode_component(form, shape, component, (values, most(piece.dtype)), piece.into)
+        at += size
+
+
+def _encode_component(
+    form: Format, shape: PartShape, component: Component, given: "tuple[torch.Tensor, float]", into: "torch.Tensor"
+) -> None:
+    place, rule = form.place(shape, component), form.rule(component)
+    codes, scale, origin = quantise(*given[:1], rule, given[1])
+    if form.bits == 4:
+        half = codes.shape[-1] // 2
+        codes = codes[..., :half] | codes[..., half:] << 4
+    _put(into, place.codes, codes)
+    _put(into, place.scale, scale)
+    if place.origin >= 0:
+        _put(into, place.origin, origin)
+
+
+def quantise(values: "torch.Tensor", rule: Rule, limit: float) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
+    """(codes u8, scale, origin bfloat16) of numbers [..., token, dim]; see arrays.quantise."""
+    import torch
+
+    wide = values.float().nan_to_num(nan=0.0, posinf=limit, neginf=-limit).clamp(-limit, limit)
+    axis = -2 if rule.by_channel else -1
+    if rule.signed:
+        low = torch.zeros(1, device=wide.device)
+        span = wide.abs().amax(axis, keepdim=True)
+    else:
+        low = _rounded_down(wide.amin(axis, keepdim=True)) + 0.0  # no negative zero: it has no order
+        span = wide.amax(axis, keepdim=True) - low
+    scale = _rounded_up(span / rule.levels)
+    scale = torch.where(scale >= LEAST_SCALE, scale, 0.0)
+    inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
+    codes = wide.sub(low).mul_(inverse).round_().clamp_(-rule.levels if rule.signed else 0, rule.levels)
+    made = codes.to(torch.int8).view(torch.uint8) if rule.signed else codes.to(torch.uint8)
+    origin = low.expand(scale.shape)
+    return made, scale.squeeze(axis).to(torch.bfloat16), origin.squeeze(axis).to(torch.bfloat16)
+
+
+def decode(form: Format, shape: PartShape, planes: "Sequence[Plane]") -> None:
+    """Decode every plane to its target. Any bytes decode to some numbers."""
+    pieces = [piece for plane in planes for piece in _cut(plane)]
+    host = all(piece.target.device.type == "cpu" for piece in pieces)
+    _run([functools.partial(_decode_piece, form, shape, piece) for piece in pieces], host=host)
+
+
+def _run(work: Sequence[Callable[[], None]], *, host: bool) -> None:
+    """Do all of it: on the host with our threads, on a device by queueing it from here."""
+    numbers = itertools.count()
+    threads = min(_threads(), len(work)) if host else 0
+    running = [_pool().submit(_work_off, work, numbers) for _ in range(threads)]
+    if not running:
+        _work_off(work, numbers)
+    for each in running:
+        each.result()
+
+
+def _work_off(work: Sequence[Callable[[], None]], numbers: "Iterator[int]") -> None:
+    """Take pieces until there are no more; several threads may."""
+    import torch
+
+    with torch.no_grad():
+        for number in numbers:
+            if number >= len(work):
+                return
+            work[number]()
+
+
+def _cut(plane: Plane) -> "list[Plane]":
+    """A plane in pieces of whole blocks, or of some heads of one; a device takes it as it is."""
+    target = plane.target
+    blocks, heads = target.shape[:2]
+    if target.device.type != "cpu":
+        return [plane]
+    each = max(target[0].numel(), 1)
+    if each <= _PIECE:
+        step = max(1, _PIECE // each)
+        ranges = [(slice(first, first + step), slice(None)) for first in range(0, blocks, step)]
+    else:
+        step = max(1, _PIECE * heads // each)
+        ranges = [
+            (slice(block, block + 1), slice(first, first + step))
+            for block in range(blocks)
+            for first in range(0, heads, step)
+        ]
+    return [plane._replace(layers=plane.layers[some], target=target[some]) for some in ranges]
+
+
+def _decode_piece(form: Format, shape: PartShape, plane: Plane) -> None:
+
+    rule, target = form.rule(plane.component), plane.target
+    codes, scale, origin = _parts(form, shape, plane)
+    wide = _scratch(target)
+    if form.bits == 4:
+        half = target.shape[-1] // 2
+        wide[..., :half].copy_(codes & 15)
+        wide[..., half:].copy_(codes >> 4)
+    else:
+        wide.copy_(codes)
+    tokens, dim = target.shape[-2:]
+    if rule.by_channel:
+        tile = _TILE if tokens % _TILE == 0 else 1
+        wide = wide.view(*target.shape[:-2], tokens // tile, tile * dim)
+        scale = scale.repeat(1, 1, 1, tile).unsqueeze(-2)
+        origin = None if origin is None else origin.repeat(1, 1, 1, tile).unsqueeze(-2)
+    else:
+        scale = scale.unsqueeze(-1)
+        origin = None if origin is None else origin.unsqueeze(-1)
+    wide.mul_(scale)
+    if origin is not None:
+        wide.add_(origin)
+    target.copy_(wide.view(target.shape))
+
+
+def _scratch(like: "torch.Tensor") -> "torch.Tensor":
+    """Float32 of a shape; on the host this thread's own memory, used again while it is in its cache."""
+    import torch
+
+    if like.device.type != "cpu":
+        return torch.empty(like.shape, dtype=torch.float32, device=like.device)
+    flat = getattr(_local, "flat", None)
+    if flat is None or flat.numel() < like.numel():
+        flat = _local.flat = torch.empty(max(like.numel(), _PIECE), dtype=torch.float32)
+    made: torch.Tensor = flat[: like.numel()].view(like.shape)
+    return made
+
+
+def _parts(form: Format, shape: PartShape, plane: Plane) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]":
+    """(codes [n, head, layer, token, width], scale, origin [n, head, layer, groups] float32) of a plane's tokens."""
+    import torch
+
+    place, rule = form.place(shape, plane.component), form.rule(plane.component)
+    tokens = slice(plane.first_token, plane.first_token + plane.target.shape[-2])
+    width = shape.dim(plane.component) * form.bits // 8
+    codes = plane.layers[..., place.codes : place.codes + shape.tokens * width].unflatten(-1, (shape.tokens, width))
+    codes = codes[..., tokens, :]
+    if rule.signed:
+        codes = codes.view(torch.int8)
+
+    def numbers(at: int) -> "torch.Tensor":
+        found = plane.layers[..., at : at + 2 * place.groups].contiguous().view(torch.bfloat16).float()
+        return found if rule.by_channel else found[..., tokens]
+
+    return codes, numbers(place.scale), numbers(place.origin) if place.origin >= 0 else None
+
+
+def _put(into: "torch.Tensor", at: int, values: "torch.Tensor") -> None:
+    import torch
+
+    flat = values.contiguous().view(torch.uint8).flatten(into.dim() - 1)
+    into[..., at : at + flat.shape[-1]] = flat
+
+
+def _rounded_up(values: "torch.Tensor") -> "torch.Tensor":
+    import torch
+
+    bits = values.contiguous().view(torch.int32)
+    return ((bits + 0xFFFF) & -0x10000).view(torch.float32)
+
+
+def _rounded_down(values: "torch.Tensor") -> "torch.Tensor":
+    import torch
+
+    bits = values.contiguous().view(torch.int32)
+    away = (bits < 0) & ((bits & 0xFFFF) != 0)
+    return ((bits & -0x10000) + away.to(torch.int32) * 0x10000).view(torch.float32)
+
+
+def _threads() -> int:
+    return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    """Threads in which torch works on one thread each."""
+    import torch
+
+    count = torch.get_num_threads()
+    ready = threading.Barrier(_threads() + 1)
+
+    def begin() -> None:
+        torch.get_num_threads()  # a thread takes over the process's number at its first use, so that has to be now
+        torch.set_num_threads(1)
+        ready.wait()
+
+    pool = ThreadPoolExecutor(_threads(), "prefixcache-decode", initializer=begin)
+    for _ in range(_threads()):
+        pool.submit(int)
+    ready.wait()
+    # The number is this thread's and that of threads yet to come: those of the pool keep theirs.
+    torch.set_num_threads(count)
+    return pool
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -3,6 +3,7 @@
 Times are taken in the child, so that pipes do not count. The child is this file run as a program.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -21,6 +22,7 @@ _OFFLINE: Final = {
 # Layers, hidden size, attention heads, KV heads, head size: 1.5, 8 and 64 KiB of KV a token in bfloat16.
 _SHAPES: Final = {"tiny": (3, 256, 4, 2, 64), "mid": (8, 1024, 16, 4, 64), "heavy": (8, 512, 16, 16, 128)}
 _WARM_UP: Final = 300
+_CALIBRATION: Final = 501
 
 
 def make_model(kind: str, folder: Path) -> Path:
@@ -121,6 +123,9 @@ class _Profile:
     def __init__(self, kind: type) -> None:
         self.seconds = {"scheduler": 0.0, "worker": 0.0}
         self.by_request: list[float] = []
+        # Reading the clock is a system call, on some machines as dear as what is timed.
+        reads = [time.thread_time() for _ in range(_CALIBRATION)]
+        self.cost = statistics.median(after - before for before, after in itertools.pairwise(reads))
         self.began = time.thread_time()
         for side, names in (("scheduler", self.SCHEDULER), ("worker", self.WORKER)):
             for name in names:
@@ -134,7 +139,7 @@ class _Profile:
             try:
                 return original(*arguments, **more)
             finally:
-                self.seconds[side] += time.thread_time() - before
+                self.seconds[side] += max(0.0, time.thread_time() - before - self.cost)
 
         setattr(kind, name, timed)
 

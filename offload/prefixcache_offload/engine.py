@@ -248,7 +248,7 @@ def _where(
     pool_at = blocks * SLOT_GRANULE + within * step
     for array in (pool_at, engine_at):
         array.setflags(write=False)
-    return _Where(steps, pool_at, engine_at, _runs(pool_at, engine_at))
+    return _Where(steps, pool_at, engine_at, equal_steps(pool_at, engine_at))
 
 
 def _tokens(
@@ -288,7 +288,7 @@ def _piece(
     return Move(Strided(pool.offset, tuple(shape), tuple(ours)), Strided(offset, tuple(shape), tuple(theirs)))
 
 
-def _runs(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+def equal_steps(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     """(first, count) of the longest stretches in which both sides go on by equal, forward steps."""
     left_steps, right_steps = np.diff(left), np.diff(right)
     steps = list(zip(left_steps.tolist(), right_steps.tolist(), strict=True))

@@ -27,16 +27,15 @@ caller, after the copy and after `PagedCache.wait` or an event of its own; nothi
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache_offload import staging, transfer
+from prefixcache_offload import transfer
 from prefixcache_offload.engine import Cut, EngineTensor, Holds, Job, plan_cuts
 from prefixcache_offload.memory import Memory
-from prefixcache_offload.staging import Staging
 from prefixcache_offload.strides import PartShape, Span
 from prefixcache_offload.units import SLOT_GRANULE
 
@@ -119,29 +118,6 @@ class PagedCache:
         for member in self._members:
             member.tensor.memory.wait()
 
-    @property
-    def on_host(self) -> bool:
-        """Whether all tensors are in host memory."""
-        return all(member.tensor.memory.on_host for member in self._members)
-
-    def staged(self, stretches: Sequence[Stretch]) -> tuple[Staging, npt.NDArray[np.uint32], list[Job]]:
-        """(memory on the device, the slots that it stands for, what moves between it and the tensors)."""
-        given = [np.asarray(stretch.slots, np.uint32) for stretch in stretches]
-        slots = np.concatenate(given) if given else np.zeros(0, np.uint32)
-        stage = Staging(self.part, self.span, slots.size, self._members[0].tensor.memory.device)
-        own = np.split(stage.slots, np.cumsum([each.size for each in given])[:-1]) if given else []
-        renumbered = [replace(stretch, slots=mine) for stretch, mine in zip(stretches, own, strict=True)]
-        return stage, slots, self.jobs(renumbered)
-
-    def covers_whole_blocks(self, stretches: Sequence[Stretch]) -> bool:
-        """Whether every byte of the heads that are here is moved, in every slot, if all layers are here."""
-        tokens = self.part.tokens
-        return not self.part.scale_bytes and all(
-            stretch.start == stretch.first_block * tokens
-            and stretch.stop == (stretch.first_block + np.size(stretch.slots)) * tokens
-            for stretch in stretches
-        )
-
 
 def gather(cache: PagedCache, pool: Memory, stretches: Sequence[Stretch]) -> int:
     """Copy from the cache's pages into slots; answer the bytes moved.
@@ -152,20 +128,13 @@ def gather(cache: PagedCache, pool: Memory, stretches: Sequence[Stretch]) -> int
     are over. Slots that are to be committed must be covered wholly by the stretches of all calls.
     """
     _inside(cache.part, pool, stretches)
-    all_layers = cache.span.layers == cache.part.layers  # else another process may be writing the others now
-    if not pool.on_host or cache.on_host or not all_layers:
-        return transfer.store(pool, cache.jobs(stretches))
-    stage, slots, moved = cache.staged(stretches)
-    return staging.store(stage, pool, slots, moved, whole=cache.covers_whole_blocks(stretches))
+    return transfer.store(pool, cache.jobs(stretches))
 
 
 def scatter(cache: PagedCache, pool: Memory, stretches: Sequence[Stretch]) -> int:
     """Copy from slots into the cache's pages; as `gather`. The pool may be read-only."""
     _inside(cache.part, pool, stretches)
-    if not pool.on_host or cache.on_host:
-        return transfer.load(pool, cache.jobs(stretches))
-    stage, slots, moved = cache.staged(stretches)
-    return staging.load(stage, pool, slots, moved)
+    return transfer.load(pool, cache.jobs(stretches))
 
 
 def _inside(part: PartShape, pool: Memory, stretches: Sequence[Stretch]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache_offload import copying, vectored
+from prefixcache_offload import copying, staging, vectored
 from prefixcache_offload.engine import Job, Move, Pieces
 from prefixcache_offload.memory import WORDS, Memory
 from prefixcache_offload.strides import Strided
@@ -60,6 +60,22 @@ def _copy(pool: Memory, jobs: Sequence[Job], *, to_engine: bool) -> int:
 
 
 def _on_device(pool: Memory, jobs: Sequence[Job], *, to_engine: bool) -> None:
+    """By way of memory on the device where the pool is in host memory, else within the device; see `staging`."""
+    devices = {job.memory.identity[0] for job in jobs}
+    apart = pool.on_host and len(devices) == 1 and not any(job.memory.on_host for job in jobs)
+    if not apart or not (to_engine or staging.covers(jobs)):
+        _within_device(pool, jobs, to_engine=to_engine)
+        return
+    for chunk in staging.chunks(jobs):
+        between = staging.make(chunk.size_bytes, jobs[0].memory.device)
+        if to_engine:
+            staging.fill(pool, chunk, between)
+        _within_device(between, chunk.jobs, to_engine=to_engine)
+        if not to_engine:
+            staging.drain(pool, chunk, between)
+
+
+def _within_device(pool: Memory, jobs: Sequence[Job], *, to_engine: bool) -> None:
     """One launch where pool and tensors are on one CUDA device and triton is there, else a list copy."""
     from prefixcache_offload.gpu import kernels
 

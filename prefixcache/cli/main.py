@@ -35,6 +35,8 @@ class Section(StrEnum):
     INDEX = "index"
     OVERHEAD = "overhead"
     DISK = "disk"
+    RESTART = "restart"
+    CODEC = "codec"
     ALL = "all"
 
 
@@ -135,7 +137,7 @@ def bench(
     context: typer.Context,
     sections: Annotated[
         list[Section] | None,
-        typer.Argument(metavar="[acquire|load|store|index|overhead|disk|all]...", show_default="all"),
+        typer.Argument(metavar="[acquire|load|store|index|overhead|disk|restart|codec|all]...", show_default="all"),
     ] = None,
     *,
     quick: Annotated[

@@ -24,7 +24,7 @@ from prefixcache.core.reasons import DiskDrop, Kind, Refusal
 from prefixcache.core.removal import Remover
 from prefixcache.core.spec import DiskSpec
 from prefixcache.core.state import State
-from prefixcache.core.table import NO_SEGMENT, PartColumn
+from prefixcache.core.table import DIGEST_BYTES, DIGEST_KNOWN, NO_SEGMENT, PartColumn
 
 NO_PARENT = bytes(KEY_BYTES)
 _HIT_OFTEN = 0b11  # two hits: a block is written early
@@ -128,7 +128,10 @@ class Demoter:
             mine = fine & (parts == part)
             if mine.any():
                 disk.place(space, part, rows[mine], event.segments[mine], event.pages[mine])
-        failed = int(np.count_nonzero(event.ends == WriteEnd.FAILED))
+        corrupt = event.ends == WriteEnd.CORRUPT
+        if corrupt.any():
+            self._forget_corrupt(space, rows[corrupt], out)
+        failed = int(np.count_nonzero((event.ends == WriteEnd.FAILED) | corrupt))
         self.state.stats.disk_drops[DiskDrop.WRITE_FAILED] += failed
         self.state.stats.disk_drops[DiskDrop.NO_ROOM] += len(fine) - failed - int(np.count_nonzero(fine))
         self.state.stats.blocks_demoted += int(np.count_nonzero(fine & (parts == 0)))
@@ -138,6 +141,16 @@ class Demoter:
             self._end(event.job, job)
         if self.flushing and fine.all():
             self._go_on_flushing(out)
+
+    def _forget_corrupt(self, space: Namespace, rows: Rows, out: list[Command]) -> None:
+        """Bytes changed in memory since they were committed: their blocks leave, and what follows them."""
+        index = space.tree.index
+        assert index is not None
+        for row in rows.tolist():
+            node = index.node_of(row)
+            if node is not None and node.state != DETACHED:
+                self.state.stats.parts_failed_verification += 1
+                self.state.stats.blocks_cleared += self.remover.forget_block(space, node, row, out)
 
     def _end(self, number: int, job: WriteJob) -> None:
         del self.jobs[number]
@@ -197,7 +210,7 @@ class Demoter:
         if end == last.end:
             space.policy.remove_leaf(last)
         space.writing.update(zip(records.rows.tolist(), records.parts.tolist(), strict=True))
-        out.append(WriteRecords(number, self.state.host_pool, records))
+        out.append(WriteRecords(number, self.state.host_pool, records, _digests(space, records)))
         return len(places)
 
     def _wanted(self, space: Namespace, rows: Rows) -> NDArray[np.bool_]:
@@ -231,6 +244,17 @@ class Demoter:
             space.number, parts, mine, slots, nowhere, nowhere,
             packed[at + 1].tobytes(), packed[at].tobytes(), at.astype(np.uint32),
         )  # fmt: skip
+
+
+def _digests(space: Namespace, records: Records) -> NDArray[np.uint8]:
+    """u8[n, 16]: what is known of the bytes of these records; zeros where nothing is."""
+    digests = np.zeros((len(records.rows), DIGEST_BYTES), np.uint8)
+    for part, column in enumerate(space.table.parts):
+        mine = np.flatnonzero(records.parts == part)
+        rows = records.rows[mine]
+        known = column.flags[rows] & DIGEST_KNOWN != 0
+        digests[mine[known]] = column.digests[rows[known]]
+    return digests
 
 
 def _lacks_record(column: PartColumn, rows: Rows) -> NDArray[np.bool_]:

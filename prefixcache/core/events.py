@@ -265,6 +265,7 @@ class WriteEnd(IntEnum):
     OK = 0
     NO_ROOM = 1  # the cap: a segment must be freed first
     FAILED = 2
+    CORRUPT = 3  # the bytes in memory are not those that were committed
 
 
 class ReadEnd(IntEnum):

@@ -32,12 +32,16 @@ if TYPE_CHECKING:
     from prefixcache.core.state import State
 
 SLABS_TAKEN = 2  # blocks of another class are dropped for a promotion up to so many slabs' worth
+MOST_WASTE = 0.5  # of what is evicted may go unread before promotions are held back
+LET_IN = 8  # of so many promotions one, while most of them are wasted
+_REMEMBERED = 8  # evictions
 
 
 class Copies:
-    """What one GPU pool holds of one namespace. moving: rows on their way into it."""
+    """What one GPU pool holds of one namespace. moving: rows on their way into it; read: bool by row, whether a lease
+    was told the copy that is here now."""
 
-    __slots__ = ("blocks", "columns", "index", "moving", "space", "tree")
+    __slots__ = ("blocks", "columns", "index", "moving", "read", "space", "tree")
 
     def __init__(self, space: Namespace) -> None:
         self.space = space
@@ -45,6 +49,7 @@ class Copies:
         self.index = self.tree.index = NodeIndex()
         self.columns = tuple(PartColumn() for _ in space.strides)
         self.moving: set[int] = set()
+        self.read = np.zeros(0, np.bool_)
         self.blocks = 0
 
     def held(self, rows: Rows) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -69,6 +74,9 @@ class Copies:
                 column.slots[known:] = NO_SLOT
             column.slots[rows] = slots[part]
             column.generations[rows] = generation
+        if len(self.read) < capacity:
+            self.read = np.concatenate([self.read, np.zeros(capacity - len(self.read), np.bool_)])
+        self.read[rows] = False
         self.blocks += len(rows)
 
     def take(self, rows: Rows) -> list[Slots]:
@@ -92,7 +100,8 @@ class Use:
 
 
 class GpuTier:
-    """One pool. `reason`: why it is off, empty while it works. `drops`: blocks whose copy went, by reason."""
+    """One pool. `reason`: why it is off, empty while it works. `drops`: blocks whose copy went, by reason. `waste`: the
+    share of what was evicted lately that nobody had read here, 0 to 1."""
 
     def __init__(self, state: State, spec: PoolSpec) -> None:
         self.state = state
@@ -104,6 +113,8 @@ class GpuTier:
         self.retired: deque[tuple[int, Slots]] = deque()  # (serial, slots) wait for older leases
         self.moving_bytes = 0
         self.promoted = 0
+        self.waste = 0.0
+        self._held_back = 0
         self.drops: Counter[CopyDrop] = Counter()
 
     @property
@@ -216,6 +227,17 @@ class GpuTier:
             pool.release(slots[least:])
         return {part: got[part][:least] for part in range(len(space.strides))}
 
+    def holds_back(self, space: Namespace, count: int) -> bool:
+        """Whether copies of `count` more blocks are better left alone: the pool is full of what is hit as often, so
+        they would push out others before these were read. Some are let in all the same, so that this can change."""
+        if self.waste <= MOST_WASTE:
+            return False
+        needed = Counter(space.strides)
+        if all(self.slots.free_slots(stride) >= each * count for stride, each in needed.items()):
+            return False
+        self._held_back += 1
+        return self._held_back % LET_IN != 0
+
     def _free_up(self, stride: int, wanted: int) -> None:
         """Drops the oldest leaves of any class, those of others within a bound: dropped for nothing until a slab of
         theirs falls empty."""
@@ -261,6 +283,8 @@ class GpuTier:
         rows = copies.tree.cut_tail(node, count)
         if policy.remembers:
             policy.forgotten(space, rows)
+        unread = 1 - float(copies.read[rows].mean())
+        self.waste += (unread - self.waste) / _REMEMBERED
         self.slots.release(np.concatenate(copies.take(rows)))
         self.drops[CopyDrop.EVICTED] += count
         if node.count:

@@ -276,7 +276,7 @@ class Granting:
         if plan.fresh_want:
             fresh_slots = self._allocate_fresh(space, plan, out)
         fresh = len(next(iter(fresh_slots.values()))) if fresh_slots else 0
-        plan.skip(Skip.POOL_FULL, plan.fresh_want - fresh)
+        plan.skip(Skip.POOL_FULL, plan.fresh_want - fresh - plan.skipped[Skip.NOT_WORTH_IT])
         slots = {}
         for part in sorted({*patch_slots, *(fresh_slots if fresh else ())}):
             head = patch_slots.get(part, np.full(patches, NO_SLOT, np.uint32))
@@ -294,6 +294,8 @@ class Granting:
             bids = None  # at any price
         slots = self.room.allocate(space, plan.fresh_parts, plan.fresh_want, out, bids)
         refused = plan.fresh_keys[len(next(iter(slots.values()))) * KEY_BYTES :]
+        if bids is not None:
+            plan.skip(Skip.NOT_WORTH_IT, bids.given_up)
         if refused:
             policy.refused(space, refused, plan.birth)
         return slots

@@ -263,12 +263,20 @@ class Loader:
                 out.append(CancelReads(load.number))
         lease.loads = []
 
+    def turn_off(self, out: list[Command]) -> None:
+        """The disk cannot be read: nobody waits for it any more, although a read that hangs may not have ended."""
+        waiting = {lease.serial: lease for load in self.loads.values() for lease in load.waiters}
+        for lease in waiting.values():
+            self._stop_waiting(lease, Miss.TIER_OFF, out)
+
     def give_up(self, event: ArrivalsCancelled, out: list[Command]) -> None:
         """A worker waits no more."""
         lease = self.state.leases.get(event.lease)
-        if lease is None or lease.session != event.session or not lease.loads:
-            return
+        if lease is not None and lease.session == event.session and lease.loads:
+            self._stop_waiting(lease, Miss.DEADLINE, out)
+
+    def _stop_waiting(self, lease: Lease, why: Miss, out: list[Command]) -> None:
         self.leave(lease, out)
-        lease.stop = Miss.DEADLINE
+        lease.stop = why
         ready = lease.ready_end - lease.reply.from_block
         out.append(Arrived(lease.lease, lease.session, ready, (), lease.stop, done=True))

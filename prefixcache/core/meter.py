@@ -9,6 +9,7 @@ _MEMORY_BYTES = 64 << 20  # so much of what was read last decides,
 _MEMORY_PIECES = 16  # or so many pieces, whichever is less
 _LONG_BYTES = 1 << 20  # a shorter piece says more of the way there than of the speed
 _DOUBT_S = 10.0
+_MUCH_SLOWER = 2.0
 _MEMORY_WAITS = 8
 
 
@@ -38,6 +39,7 @@ class ReadMeter:
         self._seen = 0.0  # when something was read last
         self._first = False
         self._anew = False  # what comes next says more than what is known
+        self._measured = False
 
     def wait_s(self) -> float:
         """Until something that is begun now begins to come."""
@@ -71,6 +73,10 @@ class ReadMeter:
                 if not self._anew:
                     return
             took_s -= min(self.latency_s, took_s / 2)
-        weight = 0.5 if self._anew else min(max(size_bytes / _MEMORY_BYTES, 1 / _MEMORY_PIECES), 0.5)
-        self._anew = False
+        weight = min(max(size_bytes / _MEMORY_BYTES, 1 / _MEMORY_PIECES), 0.5)
+        if not self._measured:
+            weight = 1.0  # anything that was seen says more than a guess
+        elif self._anew or took_s > _MUCH_SLOWER * size_bytes / self.bytes_per_s:
+            weight = 0.5  # the next promise must not be as wrong as this one was
+        self._anew, self._measured = False, True
         self.bytes_per_s = 1 / ((1 - weight) / self.bytes_per_s + weight * took_s / size_bytes)

@@ -109,7 +109,7 @@ class Namespace:
         self.table.count_hits()
 
     def use_gpus(self, tiers: Iterable[GpuTier]) -> None:
-        """Its blocks may have copies in these pools from now on. Only where every group is full, as for the disk."""
+        """Its blocks may have copies in these pools from now on. Only where every group is full."""
         self.copies = tuple((tier, tier.add_namespace(self)) for tier in tiers)
         self.table.count_hits()
 

@@ -185,6 +185,8 @@ class Planner:
     def _disk_changed(self, event: events.DiskChanged, out: list[Command]) -> None:
         disk = self.state.disk
         disk.reads_on, disk.writes_on, disk.reason = event.reads_on, event.writes_on, event.reason
+        if not event.reads_on and self.loader is not None:
+            self.loader.turn_off(out)
 
     def _time_passed(self, event: events.TimePassed, now: float, out: list[Command]) -> None:
         if self.demoter is not None and self.freer is not None and self.loader is not None:

@@ -1,7 +1,8 @@
 """The GPU tier: hot prefixes are copied up, and leases of workers that map the pool are told the copies.
 
 Rules: what was hit twice is copied, parents before children, within a bound on the bytes under way; nobody waits for
-it and nothing queues: what found no room or no turn is looked at again with its next hit. The host blocks are pinned
+it and nothing queues: what found no room or no turn is looked at again with its next hit. Where the pool is full and
+most of what leaves it was never read there, only few go up. The host blocks are pinned
 while they are copied. A slot gets its generation before its copy begins and is named only after its copy is done. A
 copy whose block left meanwhile, or whose parent has none any more, is dropped. A device that is lost turns its tier
 off: every slot anybody was told of gets a generation nobody was told, so leases over it become misses.
@@ -75,6 +76,8 @@ class Promoter:
         tier, copies, path = best
         end = min(end, path.blocks)
         wanted = path.stretches(first, end)
+        for piece in wanted:
+            copies.read[piece] = True
         near = [_run(copies, part, wanted, first, tier.pool) for part in range(len(space.strides))]
         far = [_behind(run, end) for run in reply.runs if run.first_block + len(run.packed_slots) // 4 > end]
         reply.runs = (*near, *far)
@@ -118,6 +121,9 @@ class Promoter:
             return
         if tier.reason:
             self._skip(PromotionSkip.TIER_OFF, end - first)
+            return
+        if tier.holds_back(space, end - first):
+            self._skip(PromotionSkip.THRASHING, end - first)
             return
         room = max(min(self.spec.moving_bytes - tier.moving_bytes, self.spec.job_bytes), 0) // sum(space.strides)
         count = min(end - first, room if tier.moving_bytes else max(room, 1))

@@ -35,6 +35,7 @@ class Skip(StrEnum):
     ALREADY_STORED = "already_stored"
     BEING_WRITTEN = "being_written"
     POOL_FULL = "pool_full"
+    NOT_WORTH_IT = "not_worth_it"  # the policy finds it worth less than what would have to leave for it
     PARENT_MISSING = "parent_missing"
     PARTS_MISSING = "parts_missing"  # a new block needs every part of every full group
     DRAINING = "draining"
@@ -46,6 +47,7 @@ class DiskDrop(StrEnum):
     """Why blocks are not, or no longer, on disk. Counted in blocks."""
 
     UNWRITTEN = "dropped_unwritten"  # left memory before they were written
+    OPAQUE_KEYS = "opaque_keys"  # left memory in a foreign namespace, which has no place on disk
     WITH_PARENT = "with_parent"  # were on disk below one that left
     NOT_WANTED = "not_wanted"  # their segment was freed
     WRITE_FAILED = "write_failed"
@@ -60,6 +62,7 @@ class PromotionSkip(StrEnum):
 
     LAYOUT = "layout"  # a namespace with sliding or state groups, or of opaque keys
     BUSY = "busy"  # as many bytes as may be under way are
+    THRASHING = "thrashing"  # the pool is full, and most of what left it had not been read there
     NO_ROOM = "no_room"  # all that could be dropped for them is leased, or a part is larger than a slab
     COPY_FAILED = "copy_failed"
     STALE = "stale"  # they, or the copy of what stands in front of them, left meanwhile

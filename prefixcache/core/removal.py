@@ -63,6 +63,8 @@ class Remover:
                 gone = sum(self.drop_cold(child, out) for child in list((node.children or {}).values()))
                 self.state.stats.disk_drops[DiskDrop.UNWRITTEN] += count
                 self.state.stats.disk_drops[DiskDrop.WITH_PARENT] += gone
+        elif self.state.config.disk is not None:
+            self.state.stats.disk_drops[DiskDrop.OPAQUE_KEYS] += count
         self._drop_tail(space, node, count, out)
 
     def _demote_tail(self, space: Namespace, node: Node, count: int) -> None:

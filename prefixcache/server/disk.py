@@ -159,6 +159,9 @@ class DiskStore:
             except ConfigError as error:
                 self.report.off(str(error))
                 return
+        assert self._shell is not None
+        clock, began = self._shell.owner.clock, self._shell.owner.clock()
+        self.report.recovery_began_s = began - self._shell.started_at
         self._open_namespaces(self.tier)
         self.namespaces_known()
         self._send(e.DiskChanged(reads_on=True, writes_on=True))
@@ -173,6 +176,7 @@ class DiskStore:
                 extra={"facts": {"records": counters.unknown_codec}},
             )
         self._send(e.RecoveryDone(complete=not counters.unreadable))
+        self.report.recovery_s = max(clock() - began, 1e-6)
         log.info("the disk was read", extra={"facts": {"records": counters.records}})
 
     def _open_namespaces(self, tier: DiskTier) -> None:
@@ -243,7 +247,7 @@ class DiskStore:
             index, ends = told.which.astype(np.uint32), _write_ends(told.outcomes)
             self._send(e.RecordsWritten(told.job, index, ends, segments, pages, self._room_bytes()))
 
-        self.tier.write(order.job, self._memory, at, entries, ended)
+        self.tier.write(order.job, self._memory, at, entries, ended, order.digests)
 
     def _read(self, order: c.ReadRecords) -> None:
         records = order.records
@@ -376,10 +380,16 @@ def flush(owner: Owner, demoter: Demoter, timeout_s: float, hurry: threading.Eve
         hurry.wait(_FLUSH_LOOK_S)
 
 
+_ENDS: Final = np.full(256, e.WriteEnd.FAILED, np.uint8)
+_ENDS[Outcome.OK], _ENDS[Outcome.NO_ROOM], _ENDS[Outcome.MISMATCH] = (
+    e.WriteEnd.OK,
+    e.WriteEnd.NO_ROOM,
+    e.WriteEnd.CORRUPT,
+)
+
+
 def _write_ends(outcomes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    no_room = outcomes == Outcome.NO_ROOM
-    ends = np.where(outcomes == Outcome.OK, e.WriteEnd.OK, np.where(no_room, e.WriteEnd.NO_ROOM, e.WriteEnd.FAILED))
-    return ends.astype(np.uint8)
+    return _ENDS[outcomes]
 
 
 def _empty(segment: int) -> e.DiskRecovered:

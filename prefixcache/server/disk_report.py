@@ -19,6 +19,8 @@ class DiskReport:
         self._tier: DiskTier | None = None
         self._off = "starting"
         self.recovery: RecoveryCounters | None = None
+        self.recovery_began_s = 0.0  # since the daemon's start
+        self.recovery_s = 0.0  # how long it took, once it is over
         self.tombstones_failed = 0
 
     def on(self, tier: DiskTier) -> None:
@@ -82,6 +84,8 @@ class DiskReport:
         for reason, count in counted.kept_raw.items():
             yield pb.Counter(name="disk_kept_raw", label=reason, value=count)
         yield pb.Counter(name="disk_segments_freed", value=counted.freed_segments)
+        yield pb.Counter(name="disk_recovery_us", label="began", value=int(self.recovery_began_s * 1e6))
+        yield pb.Counter(name="disk_recovery_us", label="took", value=int(self.recovery_s * 1e6))
         yield pb.Counter(name="disk_stalls", value=counted.stalls)
         for outcome, count in counted.writes.items():
             yield pb.Counter(name="disk_writes", label=outcome.name.lower(), value=count)

@@ -149,6 +149,8 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """The pin's blocks do not fit what is left of the bytes for pins."""
     REASON_PIN_UNKNOWN: _Reason.ValueType  # 58
     """The pin is unknown: never granted, ended, or cleared."""
+    REASON_NOT_WORTH_IT: _Reason.ValueType  # 59
+    """The eviction policy finds the block worth less than what would have to leave memory for it."""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Why tokens were not served, blocks not stored, or a call refused. Every refusal, drop and miss carries one, and
@@ -246,6 +248,8 @@ REASON_PIN_BUDGET: Reason.ValueType  # 57
 """The pin's blocks do not fit what is left of the bytes for pins."""
 REASON_PIN_UNKNOWN: Reason.ValueType  # 58
 """The pin is unknown: never granted, ended, or cleared."""
+REASON_NOT_WORTH_IT: Reason.ValueType  # 59
+"""The eviction policy finds the block worth less than what would have to leave memory for it."""
 global___Reason = Reason
 
 class _GroupKind:

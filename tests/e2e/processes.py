@@ -18,13 +18,15 @@ DEADLINE_S = 30.0
 class DaemonProcess:
     """`python -m prefixcache.server` with a socket in `folder`; ready when the constructor returns."""
 
-    def __init__(self, folder: Path, *flags: str, host_bytes: str = "16MiB") -> None:
+    def __init__(
+        self, folder: Path, *flags: str, host_bytes: str = "16MiB", module: str = "prefixcache.server"
+    ) -> None:
         self.socket = folder / "d.sock"
         self.local = folder / "d.sock.local"
         self.log = folder.parent / f"{folder.name}.log"
         ours, theirs = os.pipe()
         started = time.monotonic()
-        command = [sys.executable, "-m", "prefixcache.server", f"--socket={self.socket}", f"--host-bytes={host_bytes}"]
+        command = [sys.executable, "-m", module, f"--socket={self.socket}", f"--host-bytes={host_bytes}"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*command, "--http=127.0.0.1:0", f"--ready-fd={theirs}", *flags],

@@ -48,6 +48,19 @@ def test_load_and_store_beside_a_bare_copy() -> None:
 
 
 @pytest.mark.slow
+def test_codecs_by_size_speed_and_answers() -> None:
+    rows = bench("codec")["codec"]
+    assert list(rows) == ["raw", "int8", "int4", "lossless"]
+    for row in rows.values():
+        assert set(row) - {"kl"} == {"ratio", "encode_gb_per_s", "decode_gb_per_s"}
+        assert positive(row, "ratio", "encode_gb_per_s", "decode_gb_per_s")
+    assert rows["raw"]["ratio"] == 1
+    assert 1.9 < rows["int8"]["ratio"] < 2 < rows["lossless"]["ratio"] * 2 < rows["int4"]["ratio"] < 4
+    if "kl" in rows["int8"]:
+        assert rows["raw"]["kl"] == rows["lossless"]["kl"] == 0 < rows["int8"]["kl"] < rows["int4"]["kl"]
+
+
+@pytest.mark.slow
 def test_index_by_size_and_match_by_length() -> None:
     told = bench("index")
     assert set(told) == {"index", "match", "chat_path_us"}

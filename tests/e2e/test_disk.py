@@ -13,8 +13,9 @@ import grpc
 import numpy as np
 import pytest
 
+from prefixcache.identity import GroupKind, LayerGroup, Layout
 from prefixcache.v1 import admin_pb2, common_pb2
-from prefixcache_client import Blocks, Client, ClientOptions
+from prefixcache_client import Blocks, Client, ClientOptions, Namespace
 from tests.e2e.processes import DaemonProcess, wait_until
 from tests.e2e.test_daemon_process import stats_of
 from tests.issues.workers import BLOCK_BYTES, BLOCK_TOKENS, bytes_of, namespace
@@ -43,11 +44,12 @@ class Daemons:
     def __init__(self, folder: Path, data: Path) -> None:
         self.folder = folder
         self.data = data
+        self.module = "prefixcache.server"
         self.running: DaemonProcess | None = None
 
     def start(self, *flags: str) -> DaemonProcess:
         default = [f"--disk={self.data}", "--disk-bytes=256MiB", "--disk-segment-bytes=8MiB"]
-        running = self.running = DaemonProcess(self.folder, *default, "--disk-retry=200ms", *flags)
+        running = self.running = DaemonProcess(self.folder, *default, "--disk-retry=200ms", *flags, module=self.module)
         assert wait_until(lambda: is_whole(stats_of(running)))
         return running
 
@@ -314,3 +316,58 @@ def test_a_worker_that_will_not_wait_gets_what_is_in_memory(daemons: Daemons) ->
         with client.acquire(namespace(client), tokens(0), recompute_s_per_token=1e-9) as lease:
             assert (lease.blocks, lease.reason) == (0, "slower_than_recompute")
         assert load(client, 0)
+
+
+def bell_curves(seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """u8[blocks, block bytes] of float16 numbers, which shrink."""
+    values = np.random.default_rng(seed).standard_normal((BLOCKS, BLOCK_BYTES // 2)).astype(np.float16)
+    return values.view(np.uint8)
+
+
+@pytest.mark.parametrize("later", ["lossless", "raw", "auto"])
+def test_smaller_records_survive_a_restart_with_whatever_codec(daemons: Daemons, later: str) -> None:
+    """float16 blocks written losslessly, killed, and read by daemons that write in other ways: one log, both forms."""
+    layout = Layout.of(LayerGroup(GroupKind.FULL, (0,), 1, 512, 512, "float16"))
+    block_tokens = BLOCK_BYTES // 2 // 1024
+
+    def namespace_of(client: Client) -> Namespace:
+        return client.namespace(layout, b"s" * 32, block_tokens=block_tokens)
+
+    def prompt_of(number: int) -> list[int]:
+        return [number + 1] * (BLOCKS * block_tokens)
+
+    def store_prompt(client: Client, number: int) -> None:
+        stored = client.store(namespace_of(client), prompt_of(number), Blocks(bell_curves(number)))
+        assert stored.stored_blocks == BLOCKS
+
+    def check(client: Client, number: int) -> None:
+        target = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
+        with client.acquire(namespace_of(client), prompt_of(number)) as lease:
+            assert lease.blocks == BLOCKS
+            assert lease.copy_to(Blocks(target)).ok
+        assert np.array_equal(target, bell_curves(number))
+
+    daemon = daemons.start("--disk-codec=lossless")
+    with Client(address(daemon), OPTIONS) as client:
+        store_prompt(client, 0)
+        flush(daemon)
+        stats = stats_of(daemon)
+        packed = counter(stats, "disk_packed")
+        assert packed + counter(stats, "disk_kept_raw", "behind") == BLOCKS, "a machine without idle time writes raw"
+        before, after = (counter(stats, "disk_packed_bytes", label) for label in ("before", "after"))
+        assert before == packed * BLOCK_BYTES
+        assert before >= 1.1 * after
+        assert "lossless" in tier(stats).detail
+    daemon.kill()
+    daemon = daemons.start(f"--disk-codec={later}")
+    with Client(address(daemon), OPTIONS) as client:
+        assert written(daemon, BLOCKS)
+        check(client, 0)
+        store_prompt(client, 1)
+        flush(daemon)
+    daemon.kill()
+    daemon = daemons.start("--disk-codec=raw")
+    with Client(address(daemon), OPTIONS) as client:
+        assert written(daemon, 2 * BLOCKS)
+        check(client, 0)
+        check(client, 1)

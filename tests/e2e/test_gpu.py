@@ -2,11 +2,13 @@
 nothing is lost when copies, workers, pools or the daemon go."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +161,32 @@ def test_cleared_blocks_are_not_served_from_copies(daemon: DaemonProcess) -> Non
         store(client, 0)
         assert load(client, 0) == {"host": BLOCKS * BLOCK_TOKENS}
         assert tier(stats_of(daemon)).blocks == 0
+
+
+def test_readers_see_the_right_bytes_while_copies_come_and_go(folder: Path) -> None:
+    """Three prompts of six fit; every load compares its bytes."""
+    daemon = DaemonProcess(folder, "--gpu=cpu=3MiB")
+
+    def read(seed: int) -> dict[str, int]:
+        rng, total = random.Random(seed), dict.fromkeys(("gpu", "host"), 0)
+        with Client(address(daemon), ON_GPU) as client:
+            for _ in range(80):
+                for tier, count in load(client, min(int(rng.expovariate(0.4)), 5)).items():
+                    total[tier] += count
+        return total
+
+    try:
+        with Client(address(daemon), ON_GPU) as client:
+            for prompt in range(6):
+                store(client, prompt)
+        with ThreadPoolExecutor(3) as readers:
+            totals = list(readers.map(read, range(3)))
+        stats = stats_of(daemon)
+        assert all(total["gpu"] and total["host"] for total in totals)
+        assert stats.tokens.hit.gpu == sum(total["gpu"] for total in totals)
+        assert counter(stats, "gpu_drops", "evicted") > 0
+    finally:
+        daemon.kill()
 
 
 HOLDER = """

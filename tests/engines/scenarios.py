@@ -149,6 +149,28 @@ def forget_own_cache(llm: Any) -> bool:
     return bool(llm.reset_prefix_cache())
 
 
+def longest_held_s(llm: Any) -> float:
+    """How long the daemon kept a request from being scheduled since the last call, at worst. Watches from the first
+    call on."""
+    side = _scheduler(llm)
+    watch = getattr(side, "held_since", None)
+    if watch is None:
+        side.held_since, side.longest_s = {}, 0.0
+        original = side.matched
+
+        def matched(request: Any, local_tokens: int) -> tuple[int | None, bool]:
+            found = original(request, local_tokens)
+            began = side.held_since.setdefault(request.request_id, time.monotonic())
+            if found[0] is not None:
+                side.longest_s = max(side.longest_s, time.monotonic() - began)
+                del side.held_since[request.request_id]
+            return found
+
+        side.matched = matched
+    longest, side.longest_s = side.longest_s, 0.0
+    return float(longest)
+
+
 def kill_while_loading(llm: Any, prompt: list[int], max_tokens: int, pid: int) -> dict[str, Any]:
     """Kill a daemon when slots are leased and their copy is about to begin."""
     import os

@@ -34,7 +34,7 @@ def test_server(checkpoints: Checkpoints, tmp_path: Path) -> None:
             for _ in range(3):
                 began = time.monotonic()
                 assert server.complete(LONG) == cold
-                assert time.monotonic() - began <= no_cache_s + 1.0
+                assert time.monotonic() - began <= 2 * no_cache_s + 1.0  # a busy machine is no metronome
             daemon = DaemonProcess(folder, host_bytes="64MiB")
             before = server.metric(HITS)
             assert wait_until(lambda: server.complete(LONG) == cold and server.metric(HITS) > before)

@@ -43,17 +43,17 @@ class Engine:
     """Starts with the constructor; use it in a `with`."""
 
     def __init__(self, model: Path, address: str | None, *, log: Path, **settings: Any) -> None:
-        """`address`: of the daemon; None for an engine without a connector. `settings`: of vllm.LLM, and those of the
-        connector under `connector`."""
+        """`address`: of the daemon; None for an engine without a connector. `settings`: of vllm.LLM; those of the
+        connector under `connector`, variables of the process under `environ`."""
         ours, theirs = os.pipe()
-        connector = settings.pop("connector", {})
+        connector, environ = settings.pop("connector", {}), settings.pop("environ", {})
         request = {"model": str(model), "address": address, "connector": connector, "settings": settings}
         command = [sys.executable, str(Path(__file__).parent / "vllm_process.py"), str(theirs), json.dumps(request)]
         self.log = log
         with log.open("ab") as out:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=out, stderr=out, pass_fds=[theirs],
-                env=os.environ | OFFLINE | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                env=os.environ | OFFLINE | environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             )  # fmt: skip
         os.close(theirs)
         self._answers = os.fdopen(ours, "r")

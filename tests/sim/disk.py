@@ -2,7 +2,8 @@
 
 Faults it makes, all chosen by the seed:
 - reads and writes end in any order, record by record, long after they began or never before a crash;
-- a write fails, finds no room, or is on disk although nobody was told (crash); a read fails, or scribbles first;
+- a write fails, finds no room or that its bytes changed in memory, or is on disk although nobody was told (crash); a
+  read fails, or scribbles first;
 - a record rots; a segment loses its newest records in a crash (torn);
 - a segment is freed while blocks of it are asked for; freeing fails half-way, with some records appended twice;
 - the disk is off for a while, in one direction or both; what is under way then fails.
@@ -138,6 +139,8 @@ class FakeDisk:
         for at, place in enumerate(some):
             if not self.writes_on or self.rng.random() < self.faults:
                 ends[at] = WriteEnd.FAILED
+            elif contents is None and self.rng.random() < self.faults / 4:
+                ends[at] = WriteEnd.CORRUPT
             elif not self._has_room(again=contents is not None):
                 ends[at] = WriteEnd.NO_ROOM
             else:

@@ -35,7 +35,9 @@ def find(wish: str) -> WorkerDevice | None:
     try:
         return WorkerDevice(name, cuda.find(driver.load(), name)[1])
     except DeviceError as error:
-        log.warning("copies in the memory of %s are not used: %s", name, error)
+        # Without a wish it may well be that nobody wants copies there.
+        level = logging.INFO if wish == AUTO else logging.WARNING
+        log.log(level, "copies in the memory of %s are not used: %s", name, error)
         return None
 
 

@@ -5,6 +5,7 @@ by looking (a class or a method is there or not), never by version.
 """
 
 import logging
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +29,7 @@ log = logging.getLogger("prefixcache_vllm")
 
 _RESULTS: Any = getattr(base, "KVConnectorTransferResults", None)
 _HYBRID: Any = getattr(base, "SupportsHMA", object)
+_SWITCH_S = 0.0005
 _CANNOT_REPORT = "engine_cannot_report_failure"
 
 
@@ -52,6 +54,8 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
         self._ended: Ended | None = None
         self._told: Numbers = {}
         self._packing: Packing = "plain"
+        # Threads that copy or ask wait for the interpreter's lock, and an engine that waits for them never rests.
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         self.reason_off = ""
         """Why nothing is cached; "" where it is."""
         if role is base.KVConnectorRole.SCHEDULER:
@@ -76,7 +80,7 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
                 self._scheduler.announcements = Announcements()
         else:
             rank = Rank(_rank(), int(vllm_config.parallel_config.tensor_parallel_size))
-            self._now = options.load == "sync"
+            self._now = engine.loads_in_step(options)
             self._worker = WorkerSide(
                 client, engine, rank, options.save_queue, tells_requests=_RESULTS is not None
             )  # fmt: skip
@@ -103,6 +107,11 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
         """See the base class."""
         if self._worker is not None:
             self._worker.register(kv_caches, self._packing)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """See the base class. Old versions call nothing else before a step that gives pages away."""
+        super().bind_connector_metadata(connector_metadata)
+        self.handle_preemptions(connector_metadata)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """See the base class."""

@@ -66,6 +66,11 @@ class EngineIdentity:
         """Whether some layers keep only a window, so that a restored prefix cannot be cut anywhere."""
         return any(group.kind is not GroupKind.FULL for group in self.identity.layout.groups)
 
+    def loads_in_step(self, options: Options) -> bool:
+        """Whether loads happen inside a step. Of several groups they cannot: a failure there is told by page, and the
+        same page numbers are in every group."""
+        return options.load == "sync" and len(self.groups) == 1
+
     def with_lora(self, lora_path: str, base: NamespaceIdentity) -> NamespaceIdentity:
         """`base`, the identity of some epoch, under an adapter. Raises CannotShareError for unreadable files."""
         return dataclasses.replace(base, lora=lora_digest(Path(lora_path)))

@@ -45,7 +45,7 @@ class SchedulerSide:
         self._tenant_key = options.tenant_key()
         self._identity = engine.identity
         self._loads, self._saves = loads, saves
-        self._sync = options.load == "sync"
+        self._sync = engine.loads_in_step(options)
         self._namespaces: dict[str, Namespace] = {}
         self._identities: dict[bytes, NamespaceIdentity] = {}
         namespace = self._namespace_of("", self._identity)

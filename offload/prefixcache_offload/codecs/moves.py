@@ -7,6 +7,7 @@ copy. Storing always does: the codes of a channel need all of its tokens. Genera
 """
 
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
     from prefixcache_offload.codecs.tensors import Plane
 
 Slots = npt.NDArray[np.uint32]
-AT_ONCE_BYTES: Final = 64 << 20
+AT_ONCE_BYTES: Final = 16 << 20
 """Raw bytes of the blocks that callers give at a time, because of the raw copy."""
+
+_local = threading.local()
 
 
 class CodedJob(NamedTuple):
@@ -152,7 +155,7 @@ def _load_by_copy(pool: Memory, coded: CodedJob) -> None:
     shape, device = coded.shape, _device(coded)
     layers = _gathered_to(pool, coded, device)
     layers = layers.view(len(coded.slots), shape.kv_heads, shape.layers, -1)
-    raw_copy = torch.empty((len(coded.slots), raw_stride(shape)), dtype=torch.uint8, device=device)
+    raw_copy = _raw_tensor(coded, device)
     numbers = raw_copy[:, : shape.part_bytes].view(getattr(torch, coded.dtype))
     numbers = numbers.unflatten(1, (shape.kv_heads, shape.layers, -1))
     planes, at = [], 0
@@ -177,17 +180,40 @@ def _store_by_copy(pool: Memory, coded: CodedJob) -> None:
         arrays.encode(coded.form, shape, coded.dtype, blocks, made)
         _scatter(pool, coded, made)
         return
-    import torch
 
     from prefixcache_offload.codecs import tensors
 
     device = _device(coded)
-    raw_copy = torch.empty((len(coded.slots), raw_stride(shape)), dtype=torch.uint8, device=device)
+    raw_copy = _raw_tensor(coded, device)
     memory, _ = Memory.of_tensor(raw_copy)
     transfer.store(memory, coded.jobs)
     memory.wait()
     blocks_of = raw_copy[:, : shape.part_bytes].contiguous()
-    _scatter(pool, coded, tensors.encode(coded.form, shape, coded.dtype, blocks_of).cpu().numpy())
+    if device.type != "cpu" or not pool.on_host:
+        _scatter(pool, coded, tensors.encode(coded.form, shape, coded.dtype, blocks_of).cpu().numpy())
+        return
+    size = coded.form.coded(shape).part_bytes
+    views = [Strided(slot * SLOT_GRANULE, (size,), (1,)) for slot in coded.slots.tolist()]
+    targets = [pool.tensor(view, 1, as_source=False) for view in views]
+    tensors.encode_into(coded.form, shape, coded.dtype, blocks_of, targets)
+
+
+def _raw_tensor(coded: CodedJob, device: "torch.device") -> "torch.Tensor":
+    """u8[n, raw stride] to copy through; on the host this thread's own and used again: fresh memory costs more than
+    the copy."""
+    import torch
+
+    shape = (len(coded.slots), raw_stride(coded.shape))
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=torch.uint8, device=device)
+    size = shape[0] * shape[1]
+    kept = getattr(_local, "raw", None)
+    if kept is None or kept.numel() < size:
+        kept = torch.empty(size, dtype=torch.uint8)
+        if size <= AT_ONCE_BYTES:
+            _local.raw = kept
+    made: torch.Tensor = kept[:size].view(shape)
+    return made
 
 
 def _raw_array(coded: CodedJob) -> arrays.Bytes:

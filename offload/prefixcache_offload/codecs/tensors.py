@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _PIECE: Final = 1 << 19
 """Numbers decoded at a time: larger costs cache, smaller costs calls."""
 _MOST_THREADS: Final = 4
-_TILE: Final = 8
-"""Tokens that share one step where all of a channel's tokens share a scale: longer inner loops."""
+_ROW: Final = 512
+"""Numbers of an inner loop, at least, where all tokens of a channel share a scale."""
 _local = threading.local()
 
 
@@ -47,19 +47,32 @@ def encode(form: Format, shape: PartShape, dtype: str, raw: "torch.Tensor") -> "
     """u8[n, coded part bytes] of u8[n, part bytes], blocks of `dtype` in canonical order, on their device."""
     import torch
 
-    coded = form.coded(shape)
-    made = torch.empty((len(raw), coded.part_bytes), dtype=torch.uint8, device=raw.device)
-    into = made.view(len(raw), coded.kv_heads, coded.layers, coded.layer_bytes)
-    numbers = raw.view(getattr(torch, dtype)).view(len(raw), shape.kv_heads, shape.layers, -1)
-    pieces = [_Uncoded(form, shape, dtype, some, to) for some, to in zip(numbers, into, strict=True)]
-    if raw.device.type != "cpu":
-        pieces = [_Uncoded(form, shape, dtype, numbers, into)]
-    _run([functools.partial(_encode_piece, piece) for piece in pieces], host=raw.device.type == "cpu")
+    made = torch.empty((len(raw), form.coded(shape).part_bytes), dtype=torch.uint8, device=raw.device)
+    encode_into(form, shape, dtype, raw, list(made) if raw.device.type == "cpu" else [made])
     return made
 
 
+def encode_into(
+    form: Format, shape: PartShape, dtype: str, raw: "torch.Tensor", targets: "Sequence[torch.Tensor]"
+) -> None:
+    """Encode u8[n, part bytes] into contiguous targets: u8[coded part bytes] for each block, or one u8[n, ...]."""
+    import torch
+
+    coded = form.coded(shape)
+    numbers = raw.view(getattr(torch, dtype)).view(len(raw), shape.kv_heads, shape.layers, -1)
+    blocks = [numbers] if len(targets) == 1 and targets[0].dim() > 1 else list(numbers)
+    pieces = []
+    for some, target in zip(blocks, targets, strict=True):
+        into = target.view(*target.shape[:-1], coded.kv_heads, coded.layers, coded.layer_bytes)
+        if raw.device.type == "cpu" and some.numel() > 2 * _PIECE:  # K and V
+            pieces += [_Uncoded(form, shape, dtype, *head) for head in zip(some, into, strict=True)]
+        else:
+            pieces.append(_Uncoded(form, shape, dtype, some, into))
+    _run([functools.partial(_encode_piece, piece) for piece in pieces], host=raw.device.type == "cpu")
+
+
 class _Uncoded(NamedTuple):
-    """numbers: [..., head, layer, k and v of a block]; into: u8[..., head, layer, coded layer bytes]."""
+    """numbers: [..., layer, k and v of a block], any axes in front; into: u8[..., layer, coded layer bytes]."""
 
     form: Format
     shape: PartShape
@@ -69,49 +82,55 @@ class _Uncoded(NamedTuple):
 
 
 def _encode_piece(piece: _Uncoded) -> None:
-    form, shape, at = piece.form, piece.shape, 0
+    shape, at = piece.shape, 0
     names: tuple[Component, ...] = ("k", "v")
     for component in names:
         size = shape.tokens * shape.dim(component)
         if size:
             values = piece.numbers[..., at : at + size].unflatten(-1, (shape.tokens, shape.dim(component)))
-            _encode_component(form, shape, component, (values, most(piece.dtype)), piece.into)
+            _encode_component(piece, component, values)
         at += size
 
 
-def _encode_component(
-    form: Format, shape: PartShape, component: Component, given: "tuple[torch.Tensor, float]", into: "torch.Tensor"
-) -> None:
+def _encode_component(piece: _Uncoded, component: Component, values: "torch.Tensor") -> None:
+    import torch
+
+    form, shape, into = piece.form, piece.shape, piece.into
     place, rule = form.place(shape, component), form.rule(component)
-    codes, scale, origin = quantise(*given[:1], rule, given[1])
+    wide = _scratch(values)
+    wide.copy_(values)
+    scale, origin = _quantise(wide, rule, most(piece.dtype))
+    width = values.shape[-1] * form.bits // 8
+    codes = into[..., place.codes : place.codes + shape.tokens * width].unflatten(-1, (shape.tokens, width))
     if form.bits == 4:
-        half = codes.shape[-1] // 2
-        codes = codes[..., :half] | codes[..., half:] << 4
-    _put(into, place.codes, codes)
+        codes.copy_(wide[..., :width].add_(wide[..., width:], alpha=16.0))
+    else:
+        codes.view(torch.int8 if rule.signed else torch.uint8).copy_(wide)
     _put(into, place.scale, scale)
     if place.origin >= 0:
         _put(into, place.origin, origin)
 
 
-def quantise(values: "torch.Tensor", rule: Rule, limit: float) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
-    """(codes u8, scale, origin bfloat16) of numbers [..., token, dim]; see arrays.quantise."""
+def _quantise(wide: "torch.Tensor", rule: Rule, limit: float) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Turn float32 numbers [..., token, dim] into their codes, in place; (scale, origin) bfloat16, see
+    arrays.quantise."""
     import torch
 
-    wide = values.float().nan_to_num(nan=0.0, posinf=limit, neginf=-limit).clamp(-limit, limit)
+    torch.nan_to_num(wide, nan=0.0, posinf=limit, neginf=-limit, out=wide)
+    wide.clamp_(-limit, limit)
     axis = -2 if rule.by_channel else -1
+    low, high = wide.amin(axis, keepdim=True), wide.amax(axis, keepdim=True)  # aminmax takes ten times as long
     if rule.signed:
-        low = torch.zeros(1, device=wide.device)
-        span = wide.abs().amax(axis, keepdim=True)
+        low, span = torch.zeros_like(low), torch.maximum(high, -low)
     else:
-        low = _rounded_down(wide.amin(axis, keepdim=True)) + 0.0  # no negative zero: it has no order
-        span = wide.amax(axis, keepdim=True) - low
+        low = _rounded_down(low) + 0.0  # no negative zero: it has no order
+        span = high - low
+        wide.sub_(low)
     scale = _rounded_up(span / rule.levels)
     scale = torch.where(scale >= LEAST_SCALE, scale, 0.0)
-    inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
-    codes = wide.sub(low).mul_(inverse).round_().clamp_(-rule.levels if rule.signed else 0, rule.levels)
-    made = codes.to(torch.int8).view(torch.uint8) if rule.signed else codes.to(torch.uint8)
-    origin = low.expand(scale.shape)
-    return made, scale.squeeze(axis).to(torch.bfloat16), origin.squeeze(axis).to(torch.bfloat16)
+    wide.mul_(torch.where(scale > 0, 1.0 / scale, 0.0)).round_()
+    wide.clamp_(-rule.levels if rule.signed else 0, rule.levels)
+    return scale.squeeze(axis).to(torch.bfloat16), low.squeeze(axis).to(torch.bfloat16)
 
 
 def decode(form: Format, shape: PartShape, planes: "Sequence[Plane]") -> None:
@@ -164,6 +183,7 @@ def _cut(plane: Plane) -> "list[Plane]":
 
 
 def _decode_piece(form: Format, shape: PartShape, plane: Plane) -> None:
+    import torch
 
     rule, target = form.rule(plane.component), plane.target
     codes, scale, origin = _parts(form, shape, plane)
@@ -176,16 +196,19 @@ def _decode_piece(form: Format, shape: PartShape, plane: Plane) -> None:
         wide.copy_(codes)
     tokens, dim = target.shape[-2:]
     if rule.by_channel:
-        tile = _TILE if tokens % _TILE == 0 else 1
+        tile = 1
+        while tile * dim < _ROW and tokens % (2 * tile) == 0:
+            tile *= 2
         wide = wide.view(*target.shape[:-2], tokens // tile, tile * dim)
         scale = scale.repeat(1, 1, 1, tile).unsqueeze(-2)
         origin = None if origin is None else origin.repeat(1, 1, 1, tile).unsqueeze(-2)
     else:
         scale = scale.unsqueeze(-1)
         origin = None if origin is None else origin.unsqueeze(-1)
-    wide.mul_(scale)
-    if origin is not None:
-        wide.add_(origin)
+    if origin is None:
+        wide.mul_(scale)
+    else:
+        torch.addcmul(origin, wide, scale, out=wide)
     target.copy_(wide.view(target.shape))
 
 

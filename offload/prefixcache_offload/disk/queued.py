@@ -6,7 +6,7 @@ from threading import RLock
 
 import numpy as np
 
-from prefixcache_offload.disk.records import PAGE, Bytes, Entries, pages_of, stored_bytes
+from prefixcache_offload.disk.records import PAGE, Bytes, Entries, digest, pages_of, stored_bytes
 from prefixcache_offload.disk.seam import scratch
 from prefixcache_offload.disk.shared import Done, Indexes
 
@@ -14,8 +14,8 @@ from prefixcache_offload.disk.shared import Done, Indexes
 @dataclass(eq=False, slots=True)
 class WriteJob:
     """Records to append. entries: ENTRY[n], the writer's own copy; digested: whether their digests are filled in.
-    again: they are kept from a segment being freed, in the form they have there, so they go first and may use the
-    reserve."""
+    expected: u8[n, 16], digests that the payloads must have, zeros where nothing is known. again: they are kept from a
+    segment being freed, in the form they have there, so they go first and may use the reserve."""
 
     job: int
     memory: Bytes
@@ -23,6 +23,7 @@ class WriteJob:
     entries: Entries
     done: Done
     digested: bool = False
+    expected: Bytes | None = None
     again: bool = False
     admitted: Callable[[Entries], None] | None = None
     """Called with the lock held when the sequence numbers are drawn."""
@@ -60,6 +61,14 @@ class Item:
             return self.stored
         start = int(self.job.at[self.which])
         return self.job.memory[start : start + self.size].data
+
+    def is_corrupt(self) -> bool:
+        """Whether the block's bytes are not those that its writer expects."""
+        if self.job.expected is None or not self.job.expected[self.which].any():
+            return False
+        start = int(self.job.at[self.which])
+        expected: bytes = self.job.expected[self.which].tobytes()
+        return digest(self.job.memory[start : start + self.length]) != expected
 
     def buffer(self) -> memoryview | None:
         """The same on whole pages: where it lies if direct calls accept it there, else a copy; None for nothing."""

@@ -117,17 +117,17 @@ class DiskTier:
     # --- bytes -----------------------------------------------------------------------------------------------------
 
     def write(
-        self, job: int, memory: Bytes, at: npt.ArrayLike, entries: Entries, done: Done, *, digested: bool = False
+        self, job: int, memory: Bytes, at: npt.ArrayLike, entries: Entries, done: Done, expected: Bytes | None = None
     ) -> None:
         """Append records. payload i is memory[at[i] : at[i] + length]; it must not change until its end is told.
 
-        entries: ENTRY[n] with namespace, key, parent, depth, part, group, value_bytes and length, and with `digested`
-        the xxh3-128 that the caller knows; place, sequence and form are filled in on a copy. Raises ValueError for a
-        range outside the memory.
+        entries: ENTRY[n] with namespace, key, parent, depth, part, group, value_bytes and length; place, sequence
+        and form are filled in on a copy. expected: u8[n, 16], the xxh3-128 that the payloads must have, zeros where it
+        is not known; another one ends as MISMATCH. Raises ValueError for a range outside the memory.
         """
         own, places = entries.copy(), _inside(memory, at, entries)
         own["kind"], own["codec"], own["pages"] = Kind.BLOCK, Codec.RAW, 0
-        self._writer.submit(WriteJob(job, memory, places, own, done, digested=digested))
+        self._writer.submit(WriteJob(job, memory, places, own, done, expected=expected))
 
     def read(self, job: int, memory: Bytes, at: npt.ArrayLike, entries: Entries, done: Done) -> None:
         """Read records to memory[at[i] : at[i] + length], writable. See `reader.ReadJob` for what entries must hold.

@@ -13,7 +13,7 @@ import numpy as np
 from prefixcache_offload.disk.outcomes import Outcome, outcome_of, trouble_of
 from prefixcache_offload.disk.packing import Packer
 from prefixcache_offload.disk.queued import Item, WriteJob
-from prefixcache_offload.disk.records import PAGE, Codec, Entries, Kind, digest, footer_bytes, write_headers
+from prefixcache_offload.disk.records import PAGE, Codec, Entries, Kind, Mask, digest, footer_bytes, write_headers
 from prefixcache_offload.disk.seam import scratch, write_fully
 from prefixcache_offload.disk.segments import Segment, Stage
 from prefixcache_offload.disk.shared import Ended, Indexes, Outcomes, Shared
@@ -26,6 +26,7 @@ class _Batch(NamedTuple):
     segment: Segment
     items: list[Item]
     entries: Entries
+    corrupt: Mask
 
 
 class Writer:
@@ -149,7 +150,8 @@ class Writer:
                 entries["codec"], entries["pages"] = Codec.LOSSLESS, item.pages - 1
         self._active.append(int(items[0].job.entries["sequence"][items[0].which]))
         segment.writes += 1
-        return _Batch(segment, items, np.concatenate([i.job.entries[i.which : i.which + 1] for i in items]))
+        entries = np.concatenate([i.job.entries[i.which : i.which + 1] for i in items])
+        return _Batch(segment, items, entries, np.zeros(len(items), np.bool_))
 
     def _unqueued(self, item: Item) -> None:
         """It waits no more; the lock is held."""
@@ -160,9 +162,7 @@ class Writer:
 
     def _execute(self, batch: _Batch) -> None:
         shared = self._shared
-        for i, item in enumerate(batch.items):
-            if item.stored is not None or not item.job.digested:
-                batch.entries["digest"][i] = np.frombuffer(digest(item.payload()), np.uint8)
+        _digest(batch)
         buffers = self._buffers(batch)
         size = sum(b.nbytes for b in buffers)
         outcome: Outcome = Outcome.OK
@@ -205,7 +205,7 @@ class Writer:
         if not ok:
             self.tail.leave(batch.segment)
         elif batch.segment.stage is not Stage.FREED:
-            batch.segment.add(batch.entries)
+            batch.segment.add(batch.entries[~batch.corrupt])
             batch.segment.dirty = True
         if ok:
             for item in batch.items:
@@ -217,7 +217,9 @@ class Writer:
     def _end_batch(self, batch: _Batch, outcome: Outcome) -> None:
         for i, item in enumerate(batch.items):
             item.job.entries["digest"][item.which] = batch.entries["digest"][i]
-        self._end_all(batch.items, outcome)
+        corrupt = batch.corrupt.tolist()
+        self._end_all([item for item, bad in zip(batch.items, corrupt, strict=True) if not bad], outcome)
+        self._end_all([item for item, bad in zip(batch.items, corrupt, strict=True) if bad], Outcome.MISMATCH)
 
     def _end(self, job: WriteJob, index: Indexes, outcomes: Outcomes) -> None:
         with job.turn:
@@ -293,3 +295,13 @@ class Writer:
         """Whether everything submitted up to this sequence number has ended; the lock is held."""
         heads = [int(q[0].job.entries["sequence"][q[0].which]) for q in (self._again, self._queue) if q]
         return all(waiting > sequence for waiting in (*heads, *self._active))
+
+
+def _digest(batch: _Batch) -> None:
+    """Fill in what the payloads are, and find those that are not what they should be."""
+    for i, item in enumerate(batch.items):
+        if item.is_corrupt():
+            batch.corrupt[i] = True  # its place is given: it stays a record that cannot be read
+            batch.entries["digest"][i] = 0
+        elif item.stored is not None or not item.job.digested:
+            batch.entries["digest"][i] = np.frombuffer(digest(item.payload()), np.uint8)

@@ -17,10 +17,10 @@ _WEIGHTS: Final = b"prefixcache bench".ljust(32, b".")
 Words = npt.NDArray[np.uint32]
 
 
-def namespace(client: Client, layers: int, kv_heads: int, head_dim: int) -> Namespace:
-    """One full-attention group in bfloat16: a block has layers x kv_heads x 64 tokens x 2 x head_dim x 2 bytes."""
+def namespace(client: Client, layers: int, kv_heads: int, head_dim: int, codec: str = "raw") -> Namespace:
+    """One full-attention group in bfloat16: a block has layers x kv_heads x 64 tokens x 2 x head_dim x 2 bytes, raw."""
     group = LayerGroup(GroupKind.FULL, tuple(range(layers)), kv_heads, head_dim, head_dim, "bfloat16")
-    return client.namespace(Layout((group,)), _WEIGHTS, label="bench")
+    return client.namespace(Layout((group,)), _WEIGHTS, codec=codec, label="bench")
 
 
 def tokens_of(number: int, count: int) -> Words:

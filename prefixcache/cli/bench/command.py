@@ -16,7 +16,7 @@ from prefixcache.cli.errors import CliError
 from prefixcache.cli.output import Settings
 
 Section = Callable[[Plan, Progress], dict[str, Any]]
-ORDER: Final = ("acquire", "load", "store", "index", "overhead", "disk")
+ORDER: Final = ("acquire", "load", "store", "index", "overhead", "disk", "restart", "codec")
 
 
 def run(settings: Settings, wanted: set[str], *, quick: bool) -> None:
@@ -60,10 +60,18 @@ def _section(names: tuple[str, ...]) -> Section:
             from prefixcache.cli.bench import index
 
             return index.run
+        case "codec":
+            from prefixcache.cli.bench import codec
+
+            return codec.run
         case "disk":
             from prefixcache.cli.bench import disk
 
             return disk.run
+        case "restart":
+            from prefixcache.cli.bench import restart
+
+            return restart.run
         case _:
             from prefixcache.cli.bench import overhead
 

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 GRPC_TARGETS: Final = {2048: 1.5, 32768: 2.0}  # times the bare echo
 LOCAL_TARGETS: Final = {2048: 1.4, 32768: 1.3}  # times hashing, then the bare echo
 COPY_TARGET: Final = 0.85
+DEMOTING_TARGET: Final = 2.0  # times the idle figure
+FIRST_BLOCK_TARGET_MS: Final = 2.0  # beyond what the disk takes
+RESTART_TARGET_S: Final = 1.0  # per 100,000 blocks
 DISK_TARGETS: Final = {"read": 0.85, "write": 0.8}  # of the limit
+CODEC_TARGETS: Final = {"int8": 0.5}  # of the tokens a second of raw
+KL_TARGETS: Final = {"int8": 1e-4, "int4": 1e-2}  # nats, mean of the next token
 MATCH_TARGETS: Final = {2048: 5.0, 32768: 28.0, 131072: 115.0}  # us where startswith takes STARTSWITH_US
 STARTSWITH_US: Final = 3.5
 CHAT_PATH_TARGET_US: Final = 50.0
@@ -34,6 +39,8 @@ def draw(told: dict[str, Any]) -> list[RenderableType]:
         ),
         "overhead": _overhead,
         "disk": _disk,
+        "restart": _restart,
+        "codec": _codec,
         "skipped": lambda reasons: "\n".join(f"skipped {name}: {reason}" for name, reason in reasons.items()),
     }
     return [drawers[name](result) for name, result in told.items() if name in drawers]
@@ -71,6 +78,42 @@ def _disk(row: dict[str, Any]) -> Table:
         rate, limit = row[f"{what}_gb_per_s"], row[f"limit_{what}_gb_per_s"]
         shown = _judged(rate / limit, target, f"{rate / limit:.2f}", lower=False)
         table.add_row(what, f"{rate:.2f}", f"{limit:.2f}", shown, f"{target}")
+    idle, beside = row["acquire_p99_idle_us"], row["acquire_p99_demoting_us"]
+    shown = _judged(beside / idle, DEMOTING_TARGET, f"{beside / idle:.2f}", lower=True)
+    written = f"acquire p99 beside {row['demoted_gb_per_s']:.2f} GB/s of writes, idle"
+    table.add_row(written, f"{beside:,.0f} us", f"{idle:,.0f} us", shown, f"{DEMOTING_TARGET:.0f}")
+    first, plain = row["first_block_ms"], row["plain_read_ms"]
+    shown = _judged(first - plain, FIRST_BLOCK_TARGET_MS, f"+{first - plain:.1f} ms", lower=True)
+    limit_ms = f"+{FIRST_BLOCK_TARGET_MS:.0f} ms"
+    table.add_row("first block of a prompt on disk, plain read", f"{first:.1f} ms", f"{plain:.1f} ms", shown, limit_ms)
+    return table
+
+
+def _restart(row: dict[str, Any]) -> Table:
+    table = _table("restart after kill -9", "blocks", "seconds", "target", "first hit")
+    target = max(RESTART_TARGET_S * row["blocks"] / 100_000, RESTART_TARGET_S / 100)
+    shown = _judged(row["seconds"], target, f"{row['seconds']:.2f}", lower=True)
+    hit = _judged(row["first_hit_s"], row["seconds"], f"{row['first_hit_s']:.2f}", lower=True)
+    table.add_row("until all is known", f"{row['blocks']:,}", shown, f"{target:.2f}", f"{hit} s")
+    return table
+
+
+def _codec(rows: dict[str, Any]) -> Table:
+    table = _table("codec: bytes of raw blocks", "smaller", "encode GB/s", "decode GB/s", "of raw", "target", "KL")
+    for name, row in rows.items():
+        share = row["decode_gb_per_s"] / rows["raw"]["decode_gb_per_s"]
+        target = CODEC_TARGETS.get(name)
+        kl_target = KL_TARGETS.get(name)
+        kl = _judged(row["kl"], kl_target, f"{row['kl']:.1e}", lower=True) if "kl" in row else "-"
+        table.add_row(
+            name,
+            f"{row['ratio']:.2f}x",
+            f"{row['encode_gb_per_s']:.2f}",
+            f"{row['decode_gb_per_s']:.2f}",
+            _judged(share, target, f"{share:.2f}", lower=False),
+            f"{target}" if target else "-",
+            kl,
+        )
     return table
 
 

@@ -52,6 +52,10 @@ def _measure(section: str) -> Measure:
         from prefixcache.cli.bench import acquire
 
         return acquire.measure
+    if section == "codec":
+        from prefixcache.cli.bench import codec
+
+        return codec.measure
     if section == "overhead":
         from prefixcache.cli.bench import overhead
 

@@ -54,10 +54,11 @@ class Bids:
     """What each of the blocks that want room is worth, root first. Those at the end give up where they are worth less
     than what would have to go for them."""
 
-    __slots__ = ("worths",)
+    __slots__ = ("given_up", "worths")
 
     def __init__(self, worths: list[float]) -> None:
         self.worths = worths
+        self.given_up = 0
 
     def give_up(self, worth: float, most: int) -> int:
         """Takes back up to `most` blocks at the end that are worth less than `worth`; answers how many."""
@@ -65,6 +66,7 @@ class Bids:
         while taken < most and self.worths and self.worths[-1] < worth:
             self.worths.pop()
             taken += 1
+        self.given_up += taken
         return taken
 
 

@@ -54,6 +54,13 @@ def test_auto_begins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cards")
+def test_auto_says_nothing_loud(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "torch", torch_with(begun=True, index=7))
+    assert find(devices.AUTO) is None
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.usefixtures("cards")
 def test_a_device_that_is_not_there_is_told_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
     assert find("cuda:7") is None
     assert "there is no device cuda:7" in caplog.text

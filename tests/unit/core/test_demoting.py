@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefixcache.core.commands import Reserved, WriteRecords
-from prefixcache.core.events import DiskChanged, FlushStarted, RecordsWritten, WriteEnd
+from prefixcache.core.commands import ComputeChecksum, Reserved, WriteRecords
+from prefixcache.core.events import ChecksumDone, DiskChanged, FlushStarted, RecordsWritten, WriteEnd
 from prefixcache.core.reasons import DiskDrop, Kind, Refusal
 from prefixcache.core.spec import DiskSpec
 from tests.unit.core.disk_harness import DiskHarness
@@ -81,6 +81,22 @@ def test_a_write_that_fails_is_counted_and_tried_again() -> None:
     assert harness.planner.state.stats.disk_drops[DiskDrop.WRITE_FAILED] == 2
     assert harness.hit("ab") == 2
     assert harness.flush() == 2
+
+
+def test_a_block_whose_bytes_changed_in_memory_leaves_with_what_follows_it() -> None:
+    harness = DiskHarness(checksum=True)
+    harness.store("abcd")
+    order = next(each for each in harness.all if isinstance(each, ComputeChecksum))
+    known = np.arange(64, dtype=np.uint8).reshape(4, 16)
+    harness.send(ChecksumDone(1, 0, order.rows, order.generations, known))
+    harness.send(FlushStarted())
+    (write,) = harness.take(WriteRecords)
+    assert write.digests.tolist() == known.tolist()
+    ends = np.array([0, WriteEnd.CORRUPT, 0, 0], np.uint8)
+    places = np.arange(4, dtype=np.uint32)
+    harness.send(RecordsWritten(write.job, places, ends, places // 4 + 1, places, 1 << 40))
+    assert harness.hit("abcd") == 1
+    assert harness.planner.state.stats.parts_failed_verification == 1
 
 
 def test_what_is_being_written_keeps_its_slot_and_its_bytes() -> None:

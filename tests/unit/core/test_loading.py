@@ -263,3 +263,16 @@ def test_room_for_a_load_that_is_made_from_the_rest_of_its_path_is_counted_once(
     assert (acquired.planned_blocks, acquired.stop) == (1, Miss.DEADLINE)
     misses = harness.planner.state.stats.tokens.miss
     assert (misses[Miss.DEADLINE], misses[Miss.NOT_STORED]) == (4 * TOKENS, TOKENS)
+
+
+def test_when_the_disk_turns_off_nobody_waits_for_a_read_that_hangs() -> None:
+    harness = cold(hot=3)
+    acquired = harness.acquire("abcdefgh", deadline_s=WAIT)
+    harness.send(DiskChanged(False, False, "stalled"))
+    (news,) = harness.arrivals
+    assert (news.ready_blocks, news.done, news.stop) == (3, True, Miss.TIER_OFF)
+    held = harness.used
+    harness.release(acquired)
+    assert harness.used == held, "the read that hangs may still write to its slots"
+    harness.end_reads(ReadEnd.FAILED)
+    assert harness.used < held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefixcache.core.commands import Change, CopySlots, PromoteSlots, Published, SessionReady, SetGenerations
+from prefixcache.core.commands import Acquired, Change, CopySlots, PromoteSlots, Published, SessionReady, SetGenerations
 from prefixcache.core.events import (
     ClearRequested,
     CopyDone,
@@ -56,6 +56,12 @@ def pools(h: Harness, letters: str, session: bytes = G) -> list[tuple[int, int, 
     acquired = h.acquire(letters, session)
     h.release(acquired, 0, session=session)
     return [(run.pool, run.first_block, len(run.slots)) for run in acquired.runs]
+
+
+def pools_of(acquired: Acquired, h: Harness) -> list[int]:
+    """Pools of a lease that is given back used."""
+    h.release(acquired, session=G)
+    return [run.pool for run in acquired.runs]
 
 
 def test_the_second_hit_copies_a_prefix_up() -> None:
@@ -156,6 +162,32 @@ def test_the_leaf_used_longest_ago_makes_room() -> None:
     assert pools(h, "mn") == [(1, 0, 2)]
     assert pools(h, "xy") == [(0, 0, 2)]
     assert tier(h).drops[CopyDrop.EVICTED] == 2
+
+
+def test_more_hot_blocks_than_the_pool_holds_do_not_push_each_other_out_for_ever() -> None:
+    h = with_gpu(gpu_slots=4)
+    prompts = ["ab", "cd", "ef", "gh"]
+    for prompt in prompts:
+        h.store(prompt)
+        h.hit(prompt)
+    copied = hits = 0
+    for _ in range(40):
+        for prompt in prompts:
+            hits += pools_of(h.acquire(prompt, G), h) == [1]
+            for copy in [command for command in h.all if isinstance(command, PromoteSlots)]:
+                copied += 1
+                h.send(PromotionDone(copy.copy, ok=True))
+    assert hits > 40, "in turn, the oldest would always go right before its next hit"
+    assert copied < 80
+    assert h.planner.state.stats.promotions_skipped[PromotionSkip.THRASHING] > 0
+
+
+def test_a_pool_that_is_read_changes_with_what_is_hit() -> None:
+    h = with_gpu(gpu_slots=4)
+    for prompt in ("ab", "cd", "ef", "gh", "ij", "kl"):
+        promoted(h, prompt)
+        assert pools(h, prompt) == [(1, 0, 2)]
+    assert h.planner.state.stats.promotions_skipped[PromotionSkip.THRASHING] == 0
 
 
 def test_leased_copies_stay() -> None:

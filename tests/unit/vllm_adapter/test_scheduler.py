@@ -1,5 +1,6 @@
 """vLLM's requests and steps as orders: what is saved when, from which pages, and whose pages must be let go."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,6 +209,27 @@ def test_an_arrival_is_hinted_at_without_a_lease(asker: FakeAsker) -> None:
     assert not asker.asked
     side.matched(each, 0)
     assert asker.asked[0].question.keys == asker.hints[0].keys
+
+
+def test_loads_inside_the_step(asker: FakeAsker) -> None:
+    side, each = side_of(asker, load="sync"), request(tokens=192)
+    assert side.matched(each, 0) == (None, False)
+    assert asker.asked[0].question.max_tokens == 128, "a token is left to compute"
+    asker.tell(2)
+    assert side.matched(each, 0) == (128, False)
+    side.placed(each, ([1, 2, 3, 4, 5, 6],), 128)
+    assert len(side.step(step({"r": 64}, {"r": ([1, 2, 3, 4, 5, 6],)})).loads) == 1
+    assert asker.open == 1
+    for _ in range(3):
+        side.step(step({}, {}))
+    assert (asker.open, asker.given_back[-1][1], side.book.loaded_tokens) == (0, 128, 128)
+
+
+def test_several_groups_never_load_inside_the_step() -> None:
+    one = engine()
+    two = dataclasses.replace(one, groups=one.groups * 2)
+    assert one.loads_in_step(Options(load="sync"))
+    assert not two.loads_in_step(Options(load="sync"))
 
 
 def test_roles(asker: FakeAsker) -> None:

@@ -44,6 +44,19 @@ RESULTS: dict[str, Any] = {
         "limit_read_gb_per_s": 2.0,
         "limit_write_gb_per_s": 2.0,
         "limit": "fio",
+        "acquire_p99_idle_us": 400.0,
+        "acquire_p99_demoting_us": 600.0,
+        "demoted_gb_per_s": 1.0,
+        "first_block_ms": 2.5,
+        "plain_read_ms": 1.0,
+        "write_amplification": 1.002,
+    },
+    "restart": {"blocks": 100_000, "seconds": 0.9, "first_hit_s": 0.1},
+    "codec": {
+        "raw": {"ratio": 1.0, "encode_gb_per_s": 4.0, "decode_gb_per_s": 5.0, "kl": 0.0},
+        "int8": {"ratio": 1.92, "encode_gb_per_s": 1.0, "decode_gb_per_s": 3.05, "kl": 3.1e-5},
+        "int4": {"ratio": 3.66, "encode_gb_per_s": 1.0, "decode_gb_per_s": 2.0},
+        "lossless": {"ratio": 1.44, "encode_gb_per_s": 0.5, "decode_gb_per_s": 1.5},
     },
 }
 NAMES = {"index": ("index", "match", "chat_path_us")}
@@ -71,7 +84,15 @@ def test_all_sections_in_one_object(run: Run, ran: list[Any], line: list[str]) -
     result = run(*line, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == RESULTS
-    assert [names for names, _ in ran] == [("load", "store"), ("acquire",), ("index",), ("overhead",), ("disk",)]
+    assert [names for names, _ in ran] == [
+        ("load", "store"),
+        ("acquire",),
+        ("index",),
+        ("overhead",),
+        ("disk",),
+        ("restart",),
+        ("codec",),
+    ]
     assert all(plan == Plan() for _, plan in ran)
 
 
@@ -98,6 +119,9 @@ def test_tables_show_every_figure_beside_its_target(run: Run, ran: list[Any]) ->
         "1.00%",
         "0.95",
         "0.75",
+        "1.92x",
+        "0.61",
+        "3.1e-05",
     ):
         assert text in shown
 

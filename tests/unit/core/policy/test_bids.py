@@ -36,7 +36,7 @@ def test_the_tail_gives_up_where_it_is_worth_less_than_the_victim(
     monkeypatch.setattr(TreeGittins, "refused", refused)
     reserved = h.reserve("uvwxyz")
     assert reserved.blocks.tolist() == list(range(granted))
-    assert reserved.skipped == ({Skip.POOL_FULL: 6 - granted} if granted < 6 else {})
+    assert reserved.skipped == ({Skip.NOT_WORTH_IT: 6 - granted} if granted < 6 else {})
     assert told == ([(6 - granted, 6)] if granted < 6 else [])
     assert h.used == 8 + granted - max(0, granted - 2)
 

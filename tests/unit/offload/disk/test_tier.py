@@ -13,7 +13,7 @@ import pytest
 
 from prefixcache_offload.disk import ENTRY, DiskOptions, Outcome
 from prefixcache_offload.disk.reader import group_neighbours
-from prefixcache_offload.disk.records import PAGE, Kind, record_pages
+from prefixcache_offload.disk.records import PAGE, Kind, digest, record_pages
 from tests.unit.offload.disk.fake_disk import FakeDisk
 from tests.unit.offload.disk.log import PATH, SMALL, Job, Log, entries_of, memory_for, numbers_of, payload
 
@@ -51,6 +51,28 @@ def test_groups_end_at_segments_gaps_and_sizes_and_begin_with_the_first_wanted()
     sizes = [sum(int(entries["length"][i]) for i in group) for group in group_neighbours(entries, 2 * PAGE)]
     assert max(sizes) <= 2 * PAGE
     assert group_neighbours(entries, 1) == [[0], [1], [2], [3], [4], [5]]
+
+
+def test_bytes_that_changed_in_memory_are_not_taken_for_the_block() -> None:
+    disk = FakeDisk()
+    log = Log(disk)
+    entries = entries_of([3, 4, 5], log.namespace)
+    memory, at = memory_for(entries)
+    expected = np.zeros((3, 16), np.uint8)
+    for i, (start, number) in enumerate(zip(at, (3, 4, 5), strict=True)):
+        memory[start : start + len(payload(number))] = np.frombuffer(payload(number), np.uint8)
+        expected[i] = np.frombuffer(digest(payload(number)), np.uint8) if number != 5 else 0
+    memory[at[1] + 7] ^= 1
+    job = Job(3)
+    log.tier.write(1, memory, at, entries, job.done, expected)
+    log.tier.pump()
+    assert job.told == [Outcome.OK, Outcome.MISMATCH, Outcome.OK]
+    for sealed in (False, True):
+        after = Log(disk.after_kill())
+        assert set(numbers_of(after.recover())) == {3, 5}
+        after.tier.close()
+        if not sealed:
+            log.tier.close()
 
 
 def test_memory_that_is_not_on_pages_goes_through_a_copy() -> None:

@@ -639,8 +639,8 @@ class Simulator:
             self.pins.removed(event.namespace, keys)
             visible -= keys
         else:
-            # A subtree left: what it held is read off the tree, which `check` compares with everything else. The tree is
-            # the one after the event, so what the same event removes behind that is not in sight any more.
+            # A subtree left: what it held is read off the tree, which `check` compares with everything else. That is
+            # the tree after the event, so what the same event removes behind this is not in sight any more.
             self.cut = True
             self.visible[event.namespace] &= audit.stored_keys(self.planner.state.namespaces[event.namespace])
 

@@ -188,7 +188,7 @@ class Client:
         """Store the whole blocks of `prompt` that `tensors` hold and the server lacks, and wait until they are visible.
 
         `from_token`: where storing begins; rounded up to a block. `priority`: "low", "normal" or "high"; low ones leave
-        memory first, high ones last (docs/pins.md). Raises ValueError or TypeError for a prompt that is none, for
+        memory first, high ones last (docs/policies.md). Raises ValueError or TypeError for a prompt that is none, for
         tensors that do not fit the layout and for another priority.
         """
         return store.store(self._link, ns, ns.epoch, prompt, tensors, store.wish(from_token, priority))

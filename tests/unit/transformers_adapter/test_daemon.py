@@ -138,6 +138,11 @@ def test_no_daemon_at_all(tmp_path: Path, model: Any) -> None:
     client.close()
 
 
+def test_the_daemon_is_told_the_priority(make_cache: Callable[..., PrefixCache], daemon: FakeDaemon) -> None:
+    generate(make_cache(priority="low"), prompt(LENGTH, 9))
+    assert set(daemon.priorities) == {1}
+
+
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_a_codec_is_asked_for_and_shared_with_its_like_only(daemon: FakeDaemon, model: Any, codec: str) -> None:
     """Restored states differ from computed ones by no more than the codec loses; raw caches do not see them."""

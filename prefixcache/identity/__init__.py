@@ -2,10 +2,11 @@
 
 Shared by the daemon's core and by every client, so it imports the standard library, msgpack and numpy only, and talks
 to nobody. Everything in it is a function of its arguments, but for digestcache, which reads the clock and
-XDG_CACHE_HOME to remember digests of files.
+XDG_CACHE_HOME to remember digests of files, and epochs, which draws numbers.
 """
 
 from prefixcache.identity.canonical import CanonicalError
+from prefixcache.identity.epochs import new_epoch
 from prefixcache.identity.fingerprint import IdentityError, NamespaceIdentity
 from prefixcache.identity.hfconfig import ConfigError
 from prefixcache.identity.keychain import KeyChain
@@ -48,6 +49,7 @@ __all__ = [
     "foreign_key",
     "layout_from_hf",
     "namespace_from_hf",
+    "new_epoch",
     "pack_extra",
     "pack_tokens",
     "root_key",

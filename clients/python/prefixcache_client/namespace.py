@@ -10,6 +10,7 @@ import threading
 from typing import Any, Final, NamedTuple
 
 from prefixcache.identity import model
+from prefixcache.identity.epochs import new_epoch
 from prefixcache.identity.fingerprint import IdentityError, NamespaceIdentity, short_name
 from prefixcache.identity.keychain import KeyChain
 from prefixcache.identity.keys import KEY_BYTES, TOKEN_BYTES, Tokens, block_keys, pack_tokens, root_key
@@ -82,14 +83,20 @@ class Namespace:
         """The weights epoch in force, with its fingerprint and root key. Keep the root to yourself."""
         return self._epoch
 
-    def invalidate(self) -> int:
+    def invalidate(self, epoch: int | None = None) -> int:
         """Move on to a new weights epoch (the weights were changed in place); its number.
 
         Blocks of earlier epochs are never found again through this object; the server drops them as it needs room. Key
-        chains made before are refused.
+        chains made before are refused. Without `epoch` a number is drawn that no other process has. Workers that made
+        the very same change (a trainer's step, sent to all of them) share blocks again when they pass one number, from
+        0 to 2^63 - 1; whoever passes one vouches that it names these weights and no others.
+
+        Raises ValueError for the epoch that is in force, and for numbers out of range.
         """
         with self._lock:
-            self._epoch = self._at(self._epoch.number + 1)
+            if epoch == self._epoch.number:
+                raise ValueError(f"epoch {epoch} is in force: changed weights need another number")
+            self._epoch = self._at(new_epoch() if epoch is None else epoch)
             return self._epoch.number
 
     def chain(self) -> KeyChain:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from prefixcache.identity.epochs import new_epoch
 from prefixcache.identity.keychain import KeyChain
 from prefixcache.identity.keys import DEFAULT_BLOCK_TOKENS
 from prefixcache_transformers import compat
@@ -158,9 +159,9 @@ class PrefixCache:
         return CachedPrefix(cache, restored.columns, restored.tokens, prompts, chains)
 
     def invalidate(self) -> None:
-        """The weights were changed in place: what was stored before is not found any more."""
+        """The weights were changed in place: what was stored before is not found any more, here or in any process."""
         self.flush()
-        self._epoch += 1
+        self._epoch = new_epoch()
         self._root, self._store = self._open()
 
     def flush(self) -> None:

@@ -12,12 +12,12 @@ It must not know tensors.
 import dataclasses
 import hashlib
 import re
-import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from prefixcache.identity.epochs import new_epoch
 from prefixcache.identity.fingerprint import IdentityError, NamespaceIdentity
 from prefixcache.identity.hfconfig import ConfigError
 from prefixcache.identity.layout import DTYPE_BITS, GroupKind, Layout, LayoutError
@@ -33,7 +33,6 @@ _KV_DTYPES: Final[Mapping[str, str]] = {
     "bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float": "float32", "float32": "float32",
 }  # fmt: skip
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
-_LATER_EPOCHS: Final = 1 << 32
 """Epochs of changed weights begin here; each is random, for two engines that change theirs share nothing."""
 
 
@@ -105,9 +104,9 @@ def engine_identity(vllm_config: Any, kv_cache_config: Any, options: Options) ->
     return EngineIdentity(namespace.identity, groups, str(model.served_model_name or model.model))
 
 
-def new_epoch(identity: NamespaceIdentity) -> NamespaceIdentity:
+def in_new_epoch(identity: NamespaceIdentity) -> NamespaceIdentity:
     """The identity after the weights were changed in place: equal to no other, in this process or elsewhere."""
-    return dataclasses.replace(identity, weights_epoch=_LATER_EPOCHS + secrets.randbits(62))
+    return dataclasses.replace(identity, weights_epoch=new_epoch())
 
 
 def lora_digest(folder: Path) -> bytes:

@@ -20,7 +20,7 @@ from prefixcache_vllm.announcing import Announcements, StoredBlocks
 from prefixcache_vllm.asking import Asker, Question
 from prefixcache_vllm.book import Entry, Limits, Phase, RequestBook
 from prefixcache_vllm.chain import RequestChain
-from prefixcache_vllm.identity import CannotShareError, EngineIdentity, new_epoch
+from prefixcache_vllm.identity import CannotShareError, EngineIdentity, in_new_epoch
 from prefixcache_vllm.options import Options
 from prefixcache_vllm.orders import LoadOrder, PageRun, SaveOrder, StepOrders, page_run
 from prefixcache_vllm.tables import BlockTables
@@ -174,7 +174,7 @@ class SchedulerSide:
     def reset(self) -> None:
         """The weights were changed, or may have been: a new epoch."""
         self.book.new_epoch()
-        self._identity = new_epoch(self._engine.identity)
+        self._identity = in_new_epoch(self._engine.identity)
         self._namespaces.clear()
         self._namespace_of("", self._identity)
 

@@ -54,13 +54,23 @@ def test_an_imported_chain_without_its_start_is_refused() -> None:
         ns.hash(type(chain).__mro__[1].import_state(chain.export_state()))  # type: ignore[attr-defined] # KeyChain
 
 
-def test_invalidate_is_a_new_fingerprint_and_other_keys_that_two_workers_agree_on() -> None:
+def test_invalidate_is_a_new_fingerprint_and_other_keys() -> None:
     first, second = make(), make()
     before = first.epoch
-    assert first.invalidate() == 1
+    assert first.invalidate() == first.epoch.number > 0
     assert first.epoch.fingerprint != before.fingerprint
     assert first.hash(TOKENS).keys != second.hash(TOKENS).keys
-    second.invalidate()
+
+
+def test_workers_with_the_same_change_may_agree_on_its_number() -> None:
+    first, second = make(), make()
+    assert first.invalidate(7) == second.invalidate(7) == 7
+    assert first.epoch == second.epoch
+    with pytest.raises(ValueError, match="in force"):
+        first.invalidate(7)
+    for bad in (-1, 1 << 63):
+        with pytest.raises(ValueError, match="weights_epoch"):
+            first.invalidate(bad)
     assert first.epoch == second.epoch
 
 

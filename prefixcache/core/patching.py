@@ -1,9 +1,9 @@
 """What of the blocks that are there already a Reserve may fill: parts that are not in memory.
 
 Rules: a part of a sliding or state group may be missing from a block; a block on disk only (cold) lacks all its parts
-in memory, and comes back with its full parts together or not at all. Whoever offers one has just computed it, as waiting
-for the disk was worth less to it: if it were not taken, a slow disk would keep out of memory what no disk at all would
-not. One writer at a time fills a part, and none while a read brings it that somebody waits for.
+in memory, and comes back with its full parts together or not at all. Whoever offers one has just computed it, because
+waiting for the disk was worth less to it: if it were not taken, a slow disk would keep out of memory what no disk at
+all would not. One writer at a time fills a part, and none while a read brings it that somebody waits for.
 Must not know: how slots are found.
 """
 

@@ -70,12 +70,14 @@ from prefixcache.core.policy.names import NAMES as POLICIES
 from prefixcache.core.radix import VISIBLE, subtree
 from prefixcache.core.reasons import Refusal
 from prefixcache.core.spec import DiskSpec, GpuSpec, Limits, PlannerConfig, PoolSpec
+from prefixcache.core.table import HIGH, LOW, NORMAL
 from tests.sim import audit
 from tests.sim.disk import FakeDisk
 from tests.sim.fakes import ROTTEN, Executor, Memory, SimError
 from tests.sim.layouts import FLAVOURS, GRANULE, SPECS, STEPS, TOKENS, chain
 from tests.sim.nonsense import Nonsense
 from tests.sim.pins import Pins
+from tests.sim.priorities import Priorities
 from tests.sim.story import tell
 from tests.sim.workers import Prompt, Reading, Worker, Writing
 
@@ -90,7 +92,7 @@ class Simulator:
         self.executor = Executor(self.memories, self.rng)
         self.now = 0.0
         self.history: list[tuple[float, Event, list[Command]]] = []
-        self.dirty = True
+        self.dirty, self.cut = True, False
         self.next_id = 0
         self.workers: list[Worker] = []
         self.visible: dict[int, set[bytes]] = {}
@@ -126,6 +128,7 @@ class Simulator:
             self.trouble, self.diligence = self.rng.choice((0.05, 0.15)) if self.flavour != "gpu_cuts" else 0.4, 0.9
             self.slabs = self.rng.randint(3, 8)
         self.pins = Pins(self)
+        self.priorities = Priorities(self)
         self.pin_share = self.rng.choice((0.0, 0.5, 0.75, 0.75)) if self.flavour != "gpu_cuts" else 0.0
         self.config = self._config(1)
         self.planner = Planner(self.config)
@@ -390,10 +393,19 @@ class Simulator:
         from_block = self.rng.choice((0, 0, 0, self.rng.randint(0, prompt.blocks)))
         mask = self.rng.choice(((1 << 64) - 1, (1 << 64) - 1, 0b011, 0b101, 0b110))
         ttl_s = self.rng.choice((1.0, 6.0))
+        priority = self.rng.choice((LOW, NORMAL, NORMAL, HIGH))
         event = ReserveRequested(
-            worker.session, self.new_id(), prompt.namespace, prompt.keys, from_block, ttl_s, prompt.parents, mask
+            worker.session,
+            self.new_id(),
+            prompt.namespace,
+            prompt.keys,
+            from_block,
+            ttl_s,
+            prompt.parents,
+            mask,
+            priority,
         )
-        replies = self.send(event)
+        replies = self.priorities.reserve(event)
         reply = next((each for each in replies if isinstance(each, Reserved)), None)
         if reply is None:
             return
@@ -492,6 +504,7 @@ class Simulator:
         self.visible = {number: set() for number in self.specs}
         self.send(SnapshotRestored(taken.snapshot))
         self._open_namespaces()
+        self.priorities.forget()
         self.pins.restarted()
         if self.disk is not None:
             self.send(DiskChanged(True, True))
@@ -512,6 +525,7 @@ class Simulator:
         self.planner = Planner(self.config)
         self.visible = {number: set() for number in self.specs}
         self._open_namespaces()
+        self.priorities.forget()
         self.pins.restarted()
         self.send(DiskChanged(True, True))
         self.recovery = disk.recovered()
@@ -546,7 +560,7 @@ class Simulator:
 
     def send(self, event: Event) -> list[Command]:
         """Hands an event to the planner and does what it answers."""
-        self.dirty = True
+        self.dirty, self.cut = True, False
         commands: list[Command] = []
         self.history.append((self.now, event, commands))
         before = {number: set(keys) for number, keys in self.visible.items()} if self.pins.live else {}
@@ -614,16 +628,20 @@ class Simulator:
                 raise SimError("stored below a parent that is not there")
             visible |= keys
             cleared = self.cleared.setdefault(event.namespace, set())
+            if isinstance(self.history[-1][1], DiskRecovered):
+                self.priorities.recovered(event.namespace, keys)
             if isinstance(self.history[-1][1], DiskRecovered) and keys & cleared:
                 raise SimError("what was cleared came back from disk")
             cleared -= keys
         elif event.change is Change.REMOVED:
-            if not keys <= visible:
+            if not keys <= visible and not self.cut:
                 raise SimError("removed what was not there")
             self.pins.removed(event.namespace, keys)
             visible -= keys
         else:
-            # A subtree left: what it held is read off the tree, which `check` compares with everything else.
+            # A subtree left: what it held is read off the tree, which `check` compares with everything else. That is
+            # the tree after the event, so what the same event removes behind this is not in sight any more.
+            self.cut = True
             self.visible[event.namespace] &= audit.stored_keys(self.planner.state.namespaces[event.namespace])
 
     def _publish_copies(self, event: Published) -> None:
@@ -658,6 +676,7 @@ class Simulator:
                 raise SimError("published events and tree differ")
         self._check_copies()
         self.pins.check()
+        self.priorities.check()
         tokens = state.stats.tokens
         if tokens.looked_up != self.sums["looked_up"] or sum(tokens.hit) != self.sums["hit"]:
             raise SimError("the planner's sums are not those of its answers")
@@ -700,7 +719,7 @@ class Simulator:
         gpu = GpuSpec(self.rng.choice((6, 16)) * GRANULE, self.rng.choice((2, 16)) * GRANULE)
         return PlannerConfig(
             (pool, *gpus), generation, ready, every, publish=True, checksum=self.checksum, disk=spec, gpu=gpu,
-            policy=policy, limits=limits, pin_bytes=int(size * self.pin_share),
+            policy=policy, limits=limits, pin_bytes=int(size * self.pin_share), priority_fades_s=2.0,
         )  # fmt: skip
 
     def _open_namespaces(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixcache.core import acquiring, demoting, freeing, landing, radix
+from prefixcache.core import acquiring, demoting, freeing, landing, patching, radix
 from prefixcache.core.clearing import Clearing
 from prefixcache.core.commands import Command, SetGenerations
 from prefixcache.core.demoting import Demoter
@@ -195,6 +195,41 @@ def patches_of_cold_blocks_left_cold(patch: Patch) -> None:
     patch.setattr(Filling, "_warm", lambda self, reservation, entries: [])
 
 
+def patches_of_plain_blocks_left_cold(patch: Patch) -> None:
+    patches_of_cold_blocks_left_cold(patch)
+
+
+def blocks_in_memory_again_count_as_cold(patch: Patch) -> None:
+    right = Remover.warm
+
+    def wrong(self: Remover, space: Namespace, node: Any, place: int, count: int) -> Any:
+        before = space.cold_blocks
+        warmed = right(self, space, node, place, count)
+        space.cold_blocks = before
+        return warmed
+
+    patch.setattr(Remover, "warm", wrong)
+
+
+def records_forgotten_when_stored_again(patch: Patch) -> None:
+    right = BlockTable.place
+
+    def wrong(self: BlockTable, part: int, rows: Any, *rest: Any) -> None:
+        right(self, part, rows, *rest)
+        if self.on_disk:
+            self.parts[part].segments[rows] = 0
+
+    patch.setattr(BlockTable, "place", wrong)
+
+
+def load_and_store_fill_one_row(patch: Patch) -> None:
+    patch.setattr(Filling, "_not_there", lambda self, reservation, part, here: here)
+
+
+def blocks_being_stored_again_granted_twice(patch: Patch) -> None:
+    patch.setattr(patching, "_filled_by_others", lambda space, part: set())
+
+
 PLANTED: tuple[Callable[[Patch], None], ...] = (
     failed_reads_believed,
     failed_writes_believed,
@@ -220,6 +255,11 @@ PLANTED: tuple[Callable[[Patch], None], ...] = (
     reads_taken_twice,
     windows_one_block_short,
     patches_of_cold_blocks_left_cold,
+    patches_of_plain_blocks_left_cold,
+    blocks_in_memory_again_count_as_cold,
+    records_forgotten_when_stored_again,
+    load_and_store_fill_one_row,
+    blocks_being_stored_again_granted_twice,
 )
 
 
@@ -230,6 +270,7 @@ FLAVOURS_OF: dict[Callable[[Patch], None], tuple[str, ...]] = {
     orphans_served: ("disk_restarts",),
     windows_one_block_short: ("disk_windows",),
     patches_of_cold_blocks_left_cold: ("disk_windows",),
+    patches_of_plain_blocks_left_cold: ("disk",),
 }
 
 

@@ -10,6 +10,7 @@ from prefixcache.cli import namespaces
 from prefixcache.cli.daemon import connect
 from prefixcache.cli.errors import bad_usage
 from prefixcache.cli.output import Settings
+from prefixcache.v1 import admin_pb2
 
 
 def run(settings: Settings, namespace: str | None, *, everything: bool, yes: bool) -> None:
@@ -24,7 +25,7 @@ def run(settings: Settings, namespace: str | None, *, everything: bool, yes: boo
         what = f"all {len(listed)} namespaces" if chosen is None else f"namespace {namespaces.name(chosen)}"
         if not yes:
             _ask(f"drop {blocks:,} blocks of {what} at {daemon.address}?", as_json=settings.as_json)
-        answer = daemon.evict(b"" if chosen is None else chosen.fingerprint)
+        answer = daemon.evict(admin_pb2.EvictRequest(fingerprint=b"" if chosen is None else chosen.fingerprint))
     told = {
         "cleared_blocks": answer.blocks,
         "kept_blocks": answer.kept,

@@ -5,6 +5,7 @@ What belongs here: everything the commands need of gRPC. It must not know how an
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeVar, cast
@@ -29,12 +30,15 @@ Response = TypeVar("Response")
 def resolve_address(given: str | None) -> str:
     """The address to ask, as `Client()` finds it: the one given, else PREFIXCACHE_ADDRESS, else the default socket.
 
-    Raises CliError for what is none.
+    Raises CliError for what is none, and for a default that somebody else may have made: he could answer anything.
     """
     try:
         address = parse_address(given)
     except ValueError as error:
         raise bad_usage(str(error), "give --address unix:///PATH or HOST:PORT") from error
+    if address.is_foreign:
+        what = f"the folder of {address.socket_path} belongs to another user"
+        raise CliError(what, "name the daemon that you trust with --address", reason="foreign_folder")
     return f"unix://{address.socket_path}" if address.socket_path else address.target
 
 
@@ -54,9 +58,38 @@ class Daemon:
         request = admin_pb2.DescribePrefixRequest(fingerprint=fingerprint, keys=keys)
         return self._call(self._stub.DescribePrefix, request)
 
-    def evict(self, fingerprint: bytes) -> admin_pb2.EvictResponse:
-        """Drop every block of a namespace, or of all for b"", that nobody has leased. Raises CliError."""
-        return self._call(self._stub.Evict, admin_pb2.EvictRequest(fingerprint=fingerprint), LONG_TIMEOUT_S)
+    def evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
+        """Drop blocks: of a prefix, of a namespace, or all. Raises CliError."""
+        return self._call(self._stub.Evict, request, LONG_TIMEOUT_S)
+
+    def pin(self, request: admin_pb2.PinRequest) -> admin_pb2.PinResponse:
+        """Keep a prefix. Raises CliError."""
+        return self._call(self._stub.Pin, request)
+
+    def unpin(self, pin: bytes) -> None:
+        """End a pin. Raises CliError."""
+        self._call(self._stub.Unpin, admin_pb2.UnpinRequest(pin=pin))
+
+    def list_pins(self) -> admin_pb2.ListPinsResponse:
+        """All pins. Raises CliError."""
+        return self._call(self._stub.ListPins, admin_pb2.ListPinsRequest())
+
+    def prefetch(self, fingerprint: bytes, keys: bytes) -> admin_pb2.PrefetchResponse:
+        """Begin to bring a prefix to memory. Raises CliError."""
+        return self._call(self._stub.Prefetch, admin_pb2.PrefetchRequest(fingerprint=fingerprint, keys=keys))
+
+    def list_prefixes(self, request: admin_pb2.ListPrefixesRequest) -> admin_pb2.ListPrefixesResponse:
+        """A page of the hottest or largest prefixes. Raises CliError."""
+        return self._call(self._stub.ListPrefixes, request)
+
+    def drain(self, timeout_s: float, *, shutdown: bool) -> admin_pb2.DrainResponse:
+        """Take no new work and wait for what runs; 0 waits as long as the daemon is configured to. Raises CliError."""
+        request = admin_pb2.DrainRequest(timeout_ms=int(timeout_s * 1000), shutdown=shutdown)
+        return self._call(self._stub.Drain, request, max(LONG_TIMEOUT_S, timeout_s + TIMEOUT_S))
+
+    def flush(self) -> int:
+        """Write what only memory holds; how many blocks that were. Raises CliError."""
+        return self._call(self._stub.Flush, admin_pb2.FlushRequest(), LONG_TIMEOUT_S).blocks
 
     def _call(self, method: Callable[..., Response], request: object, timeout_s: float = TIMEOUT_S) -> Response:
         try:
@@ -71,6 +104,9 @@ class Daemon:
             name = reason_name(told.reason)
             return CliError(told.message or f"the daemon refused: {name}", reason=name)
         code = _call_of(error).code()
+        if code is grpc.StatusCode.UNAVAILABLE and not _may_connect(self.address):
+            hint = "run this as the user who runs the daemon, or name another one with --address"
+            return CliError(f"no permission to open {self.address}", hint, reason="permission_denied")
         if code is grpc.StatusCode.UNAVAILABLE:
             hint = "start one with `prefixcache serve`, or name another with --address"
             return CliError(f"no daemon answers at {self.address}", hint, reason="server_unavailable")
@@ -90,6 +126,21 @@ def connect(address: str | None) -> Iterator[Daemon]:
     target = resolve_address(address)
     with grpc.insecure_channel(target, options=list(_OPTIONS)) as channel:
         yield Daemon(target, channel)
+
+
+def _may_connect(address: str) -> bool:
+    """Whether it is not for want of permission that a socket cannot be reached; gRPC's own words differ by release."""
+    path = address.removeprefix("unix://")
+    if path == address:
+        return True
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+            probe.connect(path)
+    except PermissionError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def reason_name(reason: int) -> str:

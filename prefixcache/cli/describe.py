@@ -1,21 +1,15 @@
 """`prefixcache describe`: how much of a prompt is cached, and where.
 
-Keys are computed here, as every client does: the daemon never sees the prompt. It pins nothing and counts as no lookup.
+It pins nothing and counts as no lookup.
 """
 
 from __future__ import annotations
 
-import os
-import stat
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefixcache.cli import namespaces, token_files
 from prefixcache.cli.daemon import connect, reason_name
-from prefixcache.cli.errors import CliError, bad_usage
 from prefixcache.cli.output import Settings, share
-from prefixcache.identity import KEY_BYTES, block_keys, root_key
+from prefixcache.cli.prompts import Prompt
 from prefixcache.server.report import tier_name, tier_tokens
 from prefixcache.v1 import admin_pb2
 
@@ -23,42 +17,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """What the user named: a file, how to read it, and what else went into its keys."""
-
-    file: str
-    tokenizer: Path | None = None
-    cache_salt: str = ""
-    tenant_key_file: Path | None = None
-
-    def tokens(self) -> bytes:
-        """Token ids, packed. Raises CliError."""
-        content = token_files.read_bytes(self.file)
-        if self.tokenizer is not None:
-            return token_files.tokenize(content, self.file, self.tokenizer)
-        return token_files.parse_tokens(content, self.file)
-
-    def root(self, fingerprint: bytes) -> bytes:
-        """Root of the key chain in a namespace. Raises CliError for a tenant key that cannot be one."""
-        secret = None if self.tenant_key_file is None else _read_secret(self.tenant_key_file)
-        try:
-            return root_key(fingerprint, tenant_key=secret, cache_salt=self.cache_salt.encode())
-        except ValueError as error:
-            raise bad_usage(str(error), "a tenant key file holds exactly 32 secret bytes") from error
-
-
-def run(settings: Settings, prompt: Prompt, namespace: str | None) -> None:
+def run(settings: Settings, prompt: Prompt) -> None:
     """Find the prompt's longest cached prefix and print it."""
-    tokens = prompt.tokens()
     with connect(settings.address) as daemon:
-        chosen = namespaces.choose(daemon.stats(), namespace)
-        keys = block_keys(prompt.root(chosen.fingerprint), tokens, chosen.block_tokens)
-        if not keys:
-            what = f"{len(tokens) // 4} tokens are less than one block of {chosen.block_tokens}"
-            raise CliError(f"{what}: nothing of it can be cached", reason="partial_block")
-        answer = daemon.describe(chosen.fingerprint, keys)
-    told = describe_answer(answer, chosen, len(tokens) // 4)
+        keys = prompt.keys_at(daemon)
+        answer = daemon.describe(keys.fingerprint, keys.packed)
+    told = describe_answer(answer, keys.namespace, keys.prompt_tokens)
     settings.emit(told, lambda: draw(told))
 
 
@@ -112,14 +76,3 @@ def _runs(blocks: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         else:
             runs.append([block])
     return runs
-
-
-def _read_secret(path: Path) -> bytes:
-    """The tenant key; refused when others may read it, as ssh refuses such keys."""
-    try:
-        if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise bad_usage(f"{path} can be read by others", f"chmod 600 {path}")
-        secret = path.read_bytes()
-    except OSError as error:
-        raise CliError(f"cannot read {path}: {os.strerror(error.errno or 0)}", reason="bad_file") from error
-    return secret if len(secret) == KEY_BYTES else secret.strip()

@@ -10,7 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from prefixcache.cli import prefix_commands
 from prefixcache.cli.errors import Commands
+from prefixcache.cli.options import NamespaceOption, PromptFile, SaltOption, TenantKeyOption, TokenizerOption
 from prefixcache.cli.output import AddressOption, JsonFlag, Settings
 from prefixcache.cli.serve_command import ConfigFile, with_config_flags
 
@@ -36,12 +38,6 @@ class Section(StrEnum):
     RESTART = "restart"
     CODEC = "codec"
     ALL = "all"
-
-
-NamespaceOption = Annotated[
-    str | None,
-    typer.Option("--namespace", "-n", help="Label, or beginning of the fingerprint. Default: the only one there is."),
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -82,22 +78,21 @@ def status(context: typer.Context, *, json: JsonFlag = False, address: AddressOp
 @app.command()
 def describe(
     context: typer.Context,
-    file: Annotated[str, typer.Argument(help="Token file, or text with --tokenizer; - for standard input.")],
+    file: PromptFile,
     *,
-    tokenizer: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Read FILE as text and tokenize it with this tokenizer.")
-    ] = None,
+    tokenizer: TokenizerOption = None,
     namespace: NamespaceOption = None,
-    cache_salt: Annotated[str, typer.Option(help="Salt the prompt was cached with.", show_default=False)] = "",
-    tenant_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="The tenant's 32-byte key.")] = None,
+    cache_salt: SaltOption = "",
+    tenant_key_file: TenantKeyOption = None,
     json: JsonFlag = False,
     address: AddressOption = None,
 ) -> None:
     """Show how much of a prompt is cached, and in which tiers."""
-    from prefixcache.cli.describe import Prompt, run
+    from prefixcache.cli.describe import run
+    from prefixcache.cli.prompts import Prompt
 
-    prompt = Prompt(file, tokenizer, cache_salt, tenant_key_file)
-    run(Settings.of(context, as_json=json, address=address), prompt, namespace)
+    prompt = Prompt(file, tokenizer, cache_salt, tenant_key_file, namespace)
+    run(Settings.of(context, as_json=json, address=address), prompt)
 
 
 @app.command()
@@ -114,6 +109,9 @@ def clear(
     from prefixcache.cli.clear import run
 
     run(Settings.of(context, as_json=json, address=address), namespace, everything=everything, yes=yes)
+
+
+prefix_commands.add_to(app)
 
 
 @config_app.callback(invoke_without_command=True)

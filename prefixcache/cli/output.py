@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)]
 AddressOption = Annotated[
@@ -60,6 +61,34 @@ def size(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.1f} TiB"
+
+
+def table(*columns: str) -> Table:
+    """A table for people, which fits 80 columns: only its first column is folded where a name is long. Numbers, which
+    come behind the first two columns, stand to the right."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    drawn = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        side: Literal["left", "right"] = "left" if number < 2 else "right"
+        drawn.add_column(column, justify=side, no_wrap=number > 0, overflow="fold", min_width=0 if number else 12)
+    return drawn
+
+
+def count(number: int) -> str:
+    """A number for people: exact below a million, else `12.3M`."""
+    if number < 1_000_000:
+        return f"{number:,}"
+    return f"{number / 1e6:,.1f}M" if number < 1e9 else f"{number / 1e9:,.1f}G"
+
+
+def span(seconds: float) -> str:
+    """A time for people: `23 h`, `5 min`, `12 s`."""
+    for step, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * step:
+            return f"{seconds / step:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def share(part: float, whole: float) -> str:

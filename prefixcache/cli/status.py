@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from prefixcache.cli.daemon import connect
-from prefixcache.cli.output import Settings, share, size
+from prefixcache.cli.output import Settings, count, share, size, span, table
 from prefixcache.server.report import describe_stats
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ def draw(told: dict[str, Any]) -> list[RenderableType]:
     head = Text.assemble(
         ("● " + told["health"].replace("_", " "), "green" if healthy else "red"),
         f"  {told['health_detail']}" if told["health_detail"] else "",
-        f"  prefixcache {told['version']}, up {told['uptime_s']:.0f} s, at " + ", ".join(told["addresses"]),
+        f"  prefixcache {told['version']}, up {span(told['uptime_s'])}, at " + ", ".join(told["addresses"]),
     )
     dead = [part["part"] for part in told["parts"] if not part["alive"]]
     items: list[RenderableType] = [head]
     if dead:
         items.append(Text(f"no sign of life from: {', '.join(dead)}", style="red"))
-    items += [_tier_table(told["tiers"]), _token_line(told)]
+    items += [_tier_table(told["tiers"]), *_tier_notes(told["tiers"]), _token_line(told)]
     items += [_namespace_table(told["namespaces"])] if told["namespaces"] else []
     items += [_session_table(told["sessions"])] if told["sessions"] else []
     return items
@@ -55,48 +55,47 @@ def _token_line(told: dict[str, Any]) -> RenderableType:
 
 
 def _tier_table(tiers: list[dict[str, Any]]) -> Table:
+    drawn = table("tier", "state", "used", "of", "full", "blocks", "evicted")
+    for tier in tiers:
+        held, capacity = tier["used_bytes"], tier["capacity_bytes"]
+        sizes = [size(held), size(capacity), share(held, capacity)]
+        drawn.add_row(tier["tier"], tier["state"], *sizes, count(tier["blocks"]), count(tier["evicted_blocks"]))
+    return drawn
+
+
+def _tier_notes(tiers: list[dict[str, Any]]) -> list[RenderableType]:
+    """What is mostly nothing, where it is something."""
     from rich.markup import escape
 
-    # What is mostly zero takes a column only when it is not.
-    amounts = [name for name in AMOUNTS if name == "leased" or any(tier[f"{name}_bytes"] for tier in tiers)]
-    table = _table("tier", "state", "used", *amounts, "blocks", "evicted")
+    notes: list[RenderableType] = []
     for tier in tiers:
-        state = escape(tier["state"] + (f" ({tier['detail']})" if tier["detail"] else ""))
-        held, capacity = tier["used_bytes"], tier["capacity_bytes"]
-        used = f"{size(held)} of {size(capacity)} ({share(held, capacity)})"
-        sizes = [size(tier[f"{name}_bytes"]) for name in amounts]
-        table.add_row(tier["tier"], state, used, *sizes, f"{tier['blocks']:,}", f"{tier['evicted_blocks']:,}")
-    return table
+        amounts = [f"{name} {size(tier[f'{name}_bytes'])}" for name in AMOUNTS if tier[f"{name}_bytes"]]
+        if tier["pinned_bytes"]:
+            amounts.append(f"pinned {size(tier['pinned_bytes'])} of {size(tier['pin_budget_bytes'])}")
+        told = [*amounts, tier["detail"]] if tier["detail"] else amounts
+        if told:
+            notes.append(escape(f"  {tier['tier']}: {', '.join(told)}"))
+    return notes
 
 
 def _namespace_table(namespaces: list[dict[str, Any]]) -> Table:
     from rich.markup import escape
 
-    table = _table("namespace", "fingerprint", "blocks", "bytes", "block", "hit rate")
+    drawn = table("namespace", "fingerprint", "blocks", "bytes", "tokens", "block", "hit rate")
     for namespace in namespaces:
         rate = "-" if namespace["hit_rate"] is None else f"{100 * namespace['hit_rate']:.1f}%"
         held = size(namespace["blocks"] * namespace["block_bytes"])
-        block = f"{namespace['block_tokens']} tokens, {size(namespace['block_bytes'])}"
+        block = [str(namespace["block_tokens"]), size(namespace["block_bytes"])]
         label, fingerprint = escape(namespace["label"]) or "-", namespace["fingerprint"][:12]
-        table.add_row(label, fingerprint, f"{namespace['blocks']:,}", held, block, rate)
-    return table
+        drawn.add_row(label, fingerprint, count(namespace["blocks"]), held, *block, rate)
+    return drawn
 
 
 def _session_table(sessions: list[dict[str, Any]]) -> Table:
     from rich.markup import escape
 
-    table = _table("session", "transport", "pid", "leases", "reservations", "age")
+    drawn = table("session", "transport", "pid", "leases", "reservations", "age")
     for session in sessions:
         counts = [str(session["pid"] or "-"), str(session["leases"]), str(session["reservations"])]
-        table.add_row(escape(session["client_name"]) or "-", session["transport"], *counts, f"{session['age_s']:.0f} s")
-    return table
-
-
-def _table(*columns: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < 2 else "right")
-    return table
+        drawn.add_row(escape(session["client_name"]) or "-", session["transport"], *counts, span(session["age_s"]))
+    return drawn

@@ -262,7 +262,7 @@ class WriteRecords:
     job: int
     pool: PoolId
     records: Records
-    digests: NDArray[np.uint8]  # u8[n, 16], zeros where it is not known
+    digests: NDArray[np.uint8] | None = None  # u8[n, 16], zeros where it is not known
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from prefixcache.core.ids import Generations, LeaseId, NamespaceId, PoolId, Rese
 from prefixcache.core.pin_messages import PinEvent
 from prefixcache.core.reasons import Miss
 from prefixcache.core.spec import NamespaceSpec
+from prefixcache.core.table import NORMAL
 
 ALL_PARTS = (1 << 64) - 1
 
@@ -118,7 +119,8 @@ class ReserveRequested:
     """Slots are wanted for what is missing of `keys[from_block:]`. Answer: Reserved | Refused.
 
     keys: the chain from block 0. parents (foreign namespaces only): None, or 32 bytes per key, zeros for no parent.
-    part_mask: bit p set = part p will be written.
+    part_mask: bit p set = part p will be written. priority (table.LOW, NORMAL, HIGH): of new blocks; those of `keys`
+    that are stored get it as well, if it is higher than theirs.
     """
 
     session: SessionId
@@ -129,6 +131,7 @@ class ReserveRequested:
     ttl_s: float
     parents: bytes | None = None
     part_mask: int = ALL_PARTS
+    priority: int = NORMAL
 
 
 @dataclass(slots=True)

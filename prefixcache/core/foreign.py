@@ -13,10 +13,11 @@ import numpy as np
 
 from prefixcache.core.commands import Command
 from prefixcache.core.events import ReserveRequested
-from prefixcache.core.granting import Granting, Plan
+from prefixcache.core.granting import Granting
 from prefixcache.core.ids import KEY_BYTES, Slots
 from prefixcache.core.namespaces import ForeignIndex, Namespace
-from prefixcache.core.radix import FILLING, ROW_DTYPE, VISIBLE, Node
+from prefixcache.core.patching import Plan
+from prefixcache.core.radix import FILLING, NOT_QUEUED, ROW_DTYPE, VISIBLE, Node
 from prefixcache.core.reasons import Kind, Refusal, Skip
 from prefixcache.core.room import RoomMaker
 from prefixcache.core.state import Session, State
@@ -85,20 +86,27 @@ class ForeignGranting:
             known = index.by_key.get(key)
             if known is not None:
                 plan.skip(Skip.ALREADY_STORED if known.state == VISIBLE else Skip.BEING_WRITTEN, 1)
+                if known.state == VISIBLE and space.table.raise_priority(known.row_array(), event.priority):
+                    self._reorder(space, known)
                 continue
             above = event.parents[at : at + KEY_BYTES] if event.parents is not None else _NO_PARENT
             parent = index.by_key.get(above)
             if parent is None and above != _NO_PARENT:
                 plan.skip(Skip.PARENT_MISSING, 1)
                 continue
-            row = space.table.allocate(1).astype(ROW_DTYPE).tobytes()
-            node = index.add(parent, key, row)
+            rows = space.table.allocate(1)
+            space.table.set_priority(rows, event.priority)
+            node = index.add(parent, key, rows.astype(ROW_DTYPE).tobytes())
             node.state = FILLING
             if parent is not None:
                 space.policy.remove_leaf(parent)
             nodes.append(node)
             places.append(place)
         return nodes, places
+
+    def _reorder(self, space: Namespace, node: Node) -> None:
+        if node.rank != NOT_QUEUED:
+            space.policy.retick_leaf(node, space.tail_tick(node))
 
     def _allocate(
         self, space: Namespace, nodes: list[Node], places: list[int], plan: Plan, out: list[Command]

@@ -19,12 +19,24 @@ from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Slots
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.patching import Plan, plan_patches
 from prefixcache.core.policy.base import UNKNOWN_BIRTH, Birth
-from prefixcache.core.radix import FILLING, ROW_BYTES, ROW_DTYPE, VISIBLE, WAITING, Node, Path, Pin, hot_from
+from prefixcache.core.radix import (
+    FILLING,
+    NOT_QUEUED,
+    ROW_BYTES,
+    ROW_DTYPE,
+    VISIBLE,
+    WAITING,
+    Node,
+    Path,
+    Pin,
+    hot_from,
+)
 from prefixcache.core.reasons import Kind, Refusal, Skip
 from prefixcache.core.removal import Remover
 from prefixcache.core.reservations import Reservation
 from prefixcache.core.room import RoomMaker
 from prefixcache.core.state import Session, State
+from prefixcache.core.table import HIGH
 
 
 class Granting:
@@ -48,7 +60,7 @@ class Granting:
             return
         path = space.tree.walk(event.keys, FILLING)
         visible = space.visible_blocks(path.nodes, path.blocks)
-        hold = self._use_prefix(space, path, visible)
+        hold = self._use_prefix(space, path, visible, event.priority)
         plan = self._plan(event, space, path, visible)
         grants, patches, fresh = self._allocate(space, plan, out)
         if patches + fresh == 0:
@@ -62,7 +74,8 @@ class Granting:
         if space.on_disk:  # what left memory may have split the path's last node behind the pin
             path = space.tree.walk(event.keys, FILLING)
         if fresh:
-            self._graft(reservation, path, event.keys, fresh)
+            node = self._graft(reservation, path, event.keys, fresh)
+            space.table.set_priority(node.row_array(), event.priority)
             reservation.birth = plan.birth
         if patches:
             for pin in hold:
@@ -144,23 +157,26 @@ class Granting:
         out.append(SetGenerations(self.state.host_pool, slots, reservation.generation))
         out.append(reservation.reply)
 
-    def _use_prefix(self, space: Namespace, path: Path, visible: int) -> list[Pin]:
-        """Pins and touches the visible part of the path."""
+    def _use_prefix(self, space: Namespace, path: Path, visible: int, priority: int) -> list[Pin]:
+        """Pins and touches the visible part of the path, which gets the priority if that is higher than its own."""
         hold: list[Pin] = []
         if not visible:
             return hold
         nodes = [node for node in path.nodes if node.start < visible]
         seen = Path(nodes, visible)
-        space.table.touched[np.frombuffer(seen.packed_rows(), ROW_DTYPE)] = self.state.tick
+        rows = np.frombuffer(seen.packed_rows(), ROW_DTYPE)
+        space.table.touched[rows] = self.state.tick
         last = nodes[-1]
         hot = hot_from(last)
-        if not hot.held and hot.end <= visible:
+        if space.table.raise_priority(rows, priority) and hot.rank != NOT_QUEUED:
+            space.policy.retick_leaf(hot, space.tail_tick(hot))
+        elif not hot.held and hot.end <= visible:
             space.policy.touch_leaf(hot, self.state.tick)
         self.remover.pin(last, visible, hold)
         return hold
 
     def _plan(self, event: ReserveRequested, space: Namespace, path: Path, visible: int) -> Plan:
-        plan = Plan()
+        plan = Plan(event.priority)
         key_blocks = len(event.keys) // KEY_BYTES
         mask = event.part_mask & space.all_mask
         if visible > event.from_block:
@@ -213,6 +229,8 @@ class Granting:
         if not policy.remembers:
             return self.room.allocate(space, plan.fresh_parts, plan.fresh_want, out)
         bids = policy.expected(space, plan.fresh_keys, plan.birth)
+        if plan.priority == HIGH:
+            bids = None  # at any price
         slots = self.room.allocate(space, plan.fresh_parts, plan.fresh_want, out, bids)
         refused = plan.fresh_keys[len(next(iter(slots.values()))) * KEY_BYTES :]
         if bids is not None:
@@ -242,7 +260,7 @@ class Granting:
                 slots[part][places] = granted[: len(places)]
         return slots
 
-    def _graft(self, reservation: Reservation, path: Path, keys: bytes, fresh: int) -> None:
+    def _graft(self, reservation: Reservation, path: Path, keys: bytes, fresh: int) -> Node:
         """Puts the granted blocks (and bare links up to them) into the tree."""
         space = reservation.space
         first = len(reservation.blocks) - fresh
@@ -254,6 +272,7 @@ class Granting:
         node.state = FILLING
         node.owner = reservation
         reservation.nodes[node] = first
+        return node
 
     def _graft_bare(self, space: Namespace, path: Path, keys: bytes, end: int) -> Path:
         node = self._graft_node(space, path, keys[path.blocks * KEY_BYTES : end * KEY_BYTES])

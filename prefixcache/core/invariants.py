@@ -20,7 +20,7 @@ from prefixcache.core.radix import DETACHED, FILLING, NOT_QUEUED, VISIBLE, WAITI
 from prefixcache.core.reservations import Entry, Reservation
 from prefixcache.core.slots import SlabPool
 from prefixcache.core.state import State
-from prefixcache.core.table import UNVERIFIED
+from prefixcache.core.table import HIGH, NORMAL, UNVERIFIED
 
 
 class _View:
@@ -243,9 +243,16 @@ def _check_leaves(state: State, views: list[_View]) -> None:
                 _must(node.pinned_depth() == node.end, "an unpinned leaf that no policy knows")
                 continue
             _must(node.tick == space.tail_tick(node), "a policy does not know when a tail was used")
+            _check_band(space, node)
             known[space.policy] += 1
     for policy in state.policies.values():
         _must(policy.leaf_count() == known[policy], "a policy holds leaves that are gone")
+
+
+def _check_band(space: Namespace, node: Node) -> None:
+    """A leaf waits among those of its tail's priority, or has faded by one."""
+    own = int(space.table.priority[node.row_array()[-1]]) if space.table.prioritised else NORMAL
+    _must(node.band == own or (node.band, own) == (NORMAL, HIGH), f"a leaf of priority {own} waits among {node.band}")
 
 
 def _check_pins(planner: Planner, views: list[_View]) -> None:

@@ -20,6 +20,7 @@ from prefixcache.core.namespaces import Namespace
 from prefixcache.core.policy.base import UNKNOWN_BIRTH
 from prefixcache.core.radix import ROW_DTYPE, Path
 from prefixcache.core.reasons import Skip
+from prefixcache.core.table import NORMAL
 
 
 class Plan:
@@ -27,10 +28,11 @@ class Plan:
 
     __slots__ = (
         "birth", "fresh_from", "fresh_keys", "fresh_parts", "fresh_want", "patch_blocks", "patch_parts", "patch_rows",
-        "skipped",
+        "priority", "skipped",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, priority: int = NORMAL) -> None:
+        self.priority = priority
         self.skipped: Counter[Skip] = Counter()
         self.patch_blocks: NDArray[np.uint32] = np.empty(0, np.uint32)
         self.patch_rows: NDArray[np.uint32] = np.empty(0, np.uint32)

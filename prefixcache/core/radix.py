@@ -56,8 +56,8 @@ class Node:
     numpy's gathers cost ten times as much), else -1."""
 
     __slots__ = (
-        "children", "clean", "cold", "edge", "first_row", "held", "number", "owner", "parent", "pins", "rank", "rows",
-        "space", "start", "state", "tick", "uses",
+        "band", "children", "clean", "cold", "edge", "first_row", "held", "number", "owner", "parent", "pins", "rank",
+        "rows", "space", "start", "state", "tick", "uses",
     )  # fmt: skip
 
     def __init__(self, space: Namespace | None, parent: Node | None, start: int, edge: bytes, rows: bytes) -> None:
@@ -75,6 +75,7 @@ class Node:
         self.held = 0
         self.clean = 0  # blocks off its tail that are on disk, while a policy has it (policy.tiered)
         self.uses = 0  # leases that ended over the whole of it
+        self.band = 0  # its tail's priority, while a policy has it (policy.prioritised)
         self.number = 0  # in the index of nodes by row, where there is one
 
     @property

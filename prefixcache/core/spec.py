@@ -152,6 +152,7 @@ class PlannerConfig:
     compare_classes_every: int = 64  # grants that had to evict between two looks at the other slot classes
     policy: str = DEFAULT_POLICY
     policy_seed: int = 0
+    priority_fades_s: float = 3_600.0  # a block that was not used for so long has no priority any more
     pin_bytes: int = 0  # of slots that pinned blocks may take, together
     publish: bool = False
     checksum: bool = False

@@ -19,6 +19,7 @@ from prefixcache.core.ledger import Stats
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.pins import PrefixPin
 from prefixcache.core.policy.base import Clock, EvictionPolicy
+from prefixcache.core.policy.prioritised import Prioritised
 from prefixcache.core.policy.registry import make_policy
 from prefixcache.core.policy.tiered import TieredLeaves
 from prefixcache.core.radix import Node
@@ -113,8 +114,9 @@ class State:
         return TieredLeaves(self.make_policy) if self.config.disk is not None else self.make_policy()
 
     def make_policy(self) -> EvictionPolicy:
-        """A fresh policy of the configured kind."""
-        return make_policy(self.config.policy, self.clock, self.config.policy_seed)
+        """A fresh policy of the configured kind, within the priorities of blocks."""
+        policy = make_policy(self.config.policy, self.clock, self.config.policy_seed)
+        return Prioritised(policy, self.clock, self.config.priority_fades_s)
 
     def remember_end(
         self, session: SessionId, reservation: ReservationId, outcome: Committed | Aborted | Refused

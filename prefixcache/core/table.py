@@ -18,6 +18,7 @@ DIGEST_KNOWN = 1
 UNVERIFIED = 2
 DIGEST_BYTES = 16
 NO_SEGMENT = 0
+LOW, NORMAL, HIGH = -1, 0, 1  # priorities of blocks, in the order in which they win over each other
 _FIRST_CAPACITY = 1024
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -71,6 +72,8 @@ class BlockTable:
         self.on_disk = False
         self.counts_hits = False
         self.hits: NDArray[np.uint8] = np.empty(0, np.uint8)  # a 1 shifted in for every lease that ended over it
+        self.prioritised = False  # some block is, or was, of another priority than NORMAL
+        self.priority: NDArray[np.int8] = np.empty(0, np.int8)  # empty until then
         self.cold: NDArray[np.bool_] = np.empty(0, np.bool_)  # of a node that is on disk only
         self.unverified = 0  # how many (row, part) still have to be verified; 0 keeps lookups cheap
         self._free: Rows = np.empty(0, np.uint32)  # a stack; the next row to give is at its top
@@ -104,6 +107,23 @@ class BlockTable:
             part.on_disk = True
             part.segments = np.zeros(self.capacity, np.uint32)
             part.pages = np.zeros(self.capacity, np.uint32)
+
+    def set_priority(self, rows: Rows, priority: int) -> None:
+        """Of new rows, which are NORMAL before."""
+        if priority != NORMAL:
+            if not self.prioritised:
+                self.prioritised = True
+                self.priority = np.zeros(self.capacity, np.int8)
+            self.priority[rows] = priority
+
+    def raise_priority(self, rows: Rows, priority: int) -> bool:
+        """Of rows that somebody wants as well; whether any was lower."""
+        lower = rows[self.priority[rows] < priority] if self.prioritised else rows[: len(rows) * (priority > NORMAL)]
+        if not len(lower):
+            return False
+        self.set_priority(lower, HIGH)  # so that there is a column
+        self.priority[lower] = priority
+        return True
 
     def is_clean(self, rows: Rows) -> NDArray[np.bool_]:
         """bool[n]: which rows could leave memory without a loss: what is in memory of them is on disk as well."""
@@ -175,6 +195,8 @@ class BlockTable:
             part.slots[rows] = NO_SLOT
         if self.counts_hits:
             self.hits[rows] = 0
+        if self.prioritised:
+            self.priority[rows] = NORMAL
         if self.on_disk:
             self.cold[rows] = False
         return rows
@@ -232,6 +254,8 @@ class BlockTable:
         self.touched = _grown(self.touched, capacity)
         if self.counts_hits:
             self.hits = _grown(self.hits, capacity)
+        if self.prioritised:
+            self.priority = _grown(self.priority, capacity)
         if self.on_disk:
             self.cold = _grown(self.cold, capacity)
         for part in self.parts:

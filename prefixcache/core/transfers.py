@@ -1,15 +1,19 @@
 """Slabs changing class.
 
 Rules: a slab changes class only when it is empty. It is emptied by leaf evictions, at once, where a class has nothing
-of its own to evict; or by moving what is left in it to other slabs, in the background, one slab at a time, where
-another class holds older blocks. Must not know: keys, reservations, why room is needed.
+of its own to evict, and slab by slab where those left some block in each; or by moving what is left in it to other
+slabs, in the background, one slab at a time, where another class holds older blocks. Must not know: keys, reservations,
+why room is needed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixcache.core import emptying
 from prefixcache.core.commands import Command, CopySlots, SetGenerations
 from prefixcache.core.eviction import Evictor
 from prefixcache.core.ids import SLOT_GRANULE, Rows
@@ -45,6 +49,11 @@ class Transfers:
             assert node.space is not None
             evicted = self.evictor.evict_from(policy, max(1, host.spec.slab_bytes // sum(node.space.strides)), out)
             budget_bytes -= evicted * sum(node.space.strides)
+        for _ in range(len(host.slabs)):
+            if host.free_slots(stride) >= wanted or self.mover.moves:
+                break
+            if not emptying.empty(self.evictor.remover, [owners for _, owners in self._emptiest(stride)], out):
+                break
         if host.free_slots(stride) < wanted:
             self.begin_move(stride, out)
 
@@ -100,13 +109,16 @@ class Transfers:
 
     def _donor(self, stride: int) -> tuple[Slab, list[tuple[Namespace, int, Rows]]] | None:
         """The slab of another class with the fewest live slots, if all of these are committed blocks'."""
+        return next(iter(self._emptiest(stride)), None)
+
+    def _emptiest(self, stride: int) -> Iterator[tuple[Slab, list[tuple[Namespace, int, Rows]]]]:
+        """Of the slabs of other classes with the fewest live slots those whose live slots are all committed blocks'."""
         host = self.state.host
         others = [slab for slab in host.slabs.values() if slab.stride * SLOT_GRANULE != stride and not slab.closed]
         for slab in sorted(others, key=lambda slab: slab.count - slab.free_count)[:4]:
             owners = self._owners(slab)
             if sum(len(rows) for _, _, rows in owners) == slab.count - slab.free_count:
-                return slab, owners
-        return None
+                yield slab, owners
 
     def _owners(self, slab: Slab) -> list[tuple[Namespace, int, Rows]]:
         """Which rows' parts live in a slab. A scan of the columns: rare, and cheaper than a reverse map always kept."""

@@ -110,6 +110,7 @@ class Daemon:
         self.statistics.disk = self.disk.report if self.disk is not None else None
         self.statistics.gpus = self.gpus if config.gpu else None
         self.pins = PinBook(self.shell, self.planner, self.disk.usable_folder if self.disk is not None else None)
+        self.statistics.pin_faults = self.pins.faults
         self.admin = AdminCalls(
             self.shell, self.statistics, PinCalls(self.shell, self.planner, self.pins), self.stopping.set
         )

@@ -13,6 +13,7 @@ from prefixcache.core import commands as c
 from prefixcache.core import events as e
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT
 from prefixcache.core.reasons import Miss, Skip
+from prefixcache.core.table import HIGH, LOW, NORMAL
 from prefixcache.identity.keys import block_keys
 from prefixcache.server import reasons
 from prefixcache.server.encoding import acquire_response, behind_runs
@@ -25,6 +26,7 @@ from prefixcache.v1 import cache_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
 
 _TOKEN_BYTES = 4
+_PRIORITIES = {pb.PRIORITY_LOW: LOW, pb.PRIORITY_HIGH: HIGH}  # what a newer client may say beyond that is normal
 
 
 class CacheCalls:
@@ -121,6 +123,7 @@ class CacheCalls:
             granted_ttl(request.ttl_ms, config.reservation_ttl, config.reservation_ttl_max),
             request.parents or None,
             request.part_mask or e.ALL_PARTS,
+            _PRIORITIES.get(request.priority, NORMAL),
         )
         with self._owner.lock:
             reserved: c.Reserved = expect(self._owner.call(event), c.Reserved)

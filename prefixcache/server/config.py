@@ -245,6 +245,7 @@ def _check(config: Config) -> None:
                 units.parse_host_port(text)
             except ValueError as error:
                 raise ConfigError(f"{key}: {error}") from error
+    _check_pool(config.host_bytes)
     if config.max_message_bytes < _LEAST_MESSAGE_BYTES:
         raise ConfigError(f"max_message_bytes must be at least {units.format_size(_LEAST_MESSAGE_BYTES)}")
     _check_pins(config)
@@ -259,6 +260,14 @@ def _check(config: Config) -> None:
     _check_socket(config.socket)
     if config.warm_restart and not config.checksums:
         raise ConfigError("warm_restart needs checksums: what cannot be verified is not kept")
+
+
+def _check_pool(size_bytes: int) -> None:
+    if size_bytes > _MOST_POOL_BYTES:
+        most, given = units.format_size(_MOST_POOL_BYTES), units.format_size(size_bytes)
+        raise ConfigError(f"host_bytes must be at most {most}, got {given}")
+    if size_bytes < _PAGE_BYTES:
+        raise ConfigError(f"host_bytes must be at least {units.format_size(_PAGE_BYTES)}, got {size_bytes}")
 
 
 def _check_pins(config: Config) -> None:
@@ -285,6 +294,8 @@ _MAY_BE_ZERO: Final = frozenset(
     }
 )  # fmt: skip
 _LEAST_MESSAGE_BYTES: Final = 64 << 10
+_PAGE_BYTES: Final = 4096
+_MOST_POOL_BYTES: Final = _PAGE_BYTES << 32  # slots are u32 numbers of pages
 _SOCKET_PATH_BYTES: Final = 107  # sun_path of Linux, without its final zero byte
 
 

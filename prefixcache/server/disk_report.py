@@ -53,7 +53,9 @@ class DiskReport:
         status = self._tier.status()
         answer.detail = trouble or codec_in_words(status.codec)
         answer.capacity_bytes = answer.ready_bytes = status.cap_bytes
-        answer.used_bytes = sum(segment.live_bytes for segment in planner.state.disk.segments.values())
+        # The planner counts blocks as they are in memory; on disk they may be smaller, never larger than what is there.
+        raw_bytes = sum(segment.live_bytes for segment in planner.state.disk.segments.values())
+        answer.used_bytes = min(raw_bytes, status.used_bytes)
         if planner.demoter is not None:
             answer.filling_bytes = planner.demoter.writing_bytes
         answer.blocks = sum(space.table.clean_count for space in planner.state.namespaces.values() if space.on_disk)

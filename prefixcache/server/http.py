@@ -21,6 +21,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+
+class _OneLine(logging.Filter):
+    """aiohttp logs whatever is no HTTP with a traceback, as an error: anybody who can connect could fill the log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        failure = record.exc_info[1] if record.exc_info else None
+        if isinstance(failure, ValueError | LookupError) or type(failure).__module__.startswith("aiohttp."):
+            record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+            record.msg, record.args = "a request that is no HTTP was refused", ()
+            record.exc_info = record.exc_text = None
+            return log.isEnabledFor(logging.DEBUG)
+        return True
+
+
+_QUIET: Final = logging.getLogger(f"{__name__}.requests")
+_QUIET.addFilter(_OneLine())
+
 _BEAT_S: Final = 0.25
 _METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -72,7 +89,7 @@ class HttpServer:
 
         application = web.Application()
         application.add_routes(self._sources.routes())
-        runner = web.AppRunner(application, access_log=None, handle_signals=False)
+        runner = web.AppRunner(application, access_log=None, handle_signals=False, logger=_QUIET)
         await runner.setup()
         await web.SockSite(runner, self._sock).start()
         while not self._stopping.is_set():

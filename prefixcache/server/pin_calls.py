@@ -3,11 +3,12 @@
 Pinning answers when it would survive a crash, so its answer is a future: the local channel's thread waits for no disk.
 """
 
+import contextlib
 import math
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from prefixcache.server.service import Shell, expect
 from prefixcache.v1 import admin_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
 
-_SHORT_KEY: int = 8
+_SHORT_KEY: Final = 8
 
 
 class PinCalls:
@@ -94,7 +95,8 @@ class PinCalls:
             answer = change()
             ended = before - len(self._planner.state.prefix_pins)
         if ended:
-            self._book.keep().exception(timeout_s)
+            with contextlib.suppress(TimeoutError):
+                self._book.keep().exception(timeout_s)
         return answer
 
     def _describe(self, pin: PrefixPin) -> pb.PinDescription:

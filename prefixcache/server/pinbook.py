@@ -72,6 +72,10 @@ class PinBook:
             ]
             return listed + [entry for waiting in self._waiting.values() for entry in waiting]
 
+    def faults(self) -> dict[str, int]:
+        """How often pins could not be written, and how many an earlier run had that do not fit any more."""
+        return {"pins_not_kept": self.not_kept, "pins_not_restored": self.not_restored}
+
     def keep(self) -> "Future[None]":
         """Have the pins of now written; done when they would survive a crash, or cannot."""
         done: Future[None] = Future()
@@ -133,6 +137,8 @@ class PinBook:
             log.warning("a pin could not be restored", extra={"facts": {"label": entry.label, "why": reply.message}})
 
     def _save(self) -> None:
+        if self._shell.owner.failure:
+            return  # what is pinned is not known any more; the file stays as it was
         self.read()  # what is in the file and was not read yet must not be lost
         folder = self._folder() if self._folder is not None else None
         if folder is None:

@@ -40,6 +40,7 @@ class Statistics:
         self._health = health
         self._counters = counters
         self.addresses: list[str] = []
+        self.pin_faults: Callable[[], dict[str, int]] = dict
         self.backlog: Callable[[], int] = lambda: 0
         self.disk: DiskReport | None = None  # where there is a disk tier
         self.gpus: GpuStore | None = None  # where there is a GPU tier
@@ -191,6 +192,8 @@ class Statistics:
     def _shell_counters(self) -> Iterable[pb.Counter]:
         for (method, reason), count in sorted(self._counters.refused.items()):
             yield pb.Counter(name="refused_calls", label=f"{method}:{reason}", value=count)
+        for name, count in self.pin_faults().items():
+            yield pb.Counter(name=name, value=count)
         yield pb.Counter(name="sessions_open", value=len(self._shell.sessions))
         yield pb.Counter(name="background_orders", value=self.backlog())
 

@@ -7,11 +7,46 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import prefixcache.v1.common_pb2
+import sys
 import typing
 
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _Priority:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PriorityEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Priority.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    PRIORITY_UNSPECIFIED: _Priority.ValueType  # 0
+    """Not set; read as PRIORITY_NORMAL."""
+    PRIORITY_LOW: _Priority.ValueType  # 1
+    """Leaves first: batch work that should not push out what people wait for."""
+    PRIORITY_NORMAL: _Priority.ValueType  # 2
+    """As most."""
+    PRIORITY_HIGH: _Priority.ValueType  # 3
+    """Leaves last. Not for ever: after an hour without use it counts as normal."""
+
+class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper):
+    """How long blocks should stay in memory, compared with others. A block never leaves before what follows it."""
+
+PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
+"""Not set; read as PRIORITY_NORMAL."""
+PRIORITY_LOW: Priority.ValueType  # 1
+"""Leaves first: batch work that should not push out what people wait for."""
+PRIORITY_NORMAL: Priority.ValueType  # 2
+"""As most."""
+PRIORITY_HIGH: Priority.ValueType  # 3
+"""Leaves last. Not for ever: after an hour without use it counts as normal."""
+global___Priority = Priority
 
 @typing.final
 class OpenSessionRequest(google.protobuf.message.Message):
@@ -432,6 +467,7 @@ class ReserveRequest(google.protobuf.message.Message):
     PARENTS_FIELD_NUMBER: builtins.int
     PART_MASK_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     """The session."""
     reservation: builtins.bytes
@@ -448,6 +484,10 @@ class ReserveRequest(google.protobuf.message.Message):
     """Bit i: part i will be written. 0 means all parts."""
     ttl_ms: builtins.int
     """Time until the keys are free for others. 0 takes the server's default."""
+    priority: global___Priority.ValueType
+    """How long the blocks should stay, compared with others. Blocks of the request that are stored already get it as well,
+    if it is the higher one.
+    """
     def __init__(
         self,
         *,
@@ -459,8 +499,9 @@ class ReserveRequest(google.protobuf.message.Message):
         parents: builtins.bytes = ...,
         part_mask: builtins.int = ...,
         ttl_ms: builtins.int = ...,
+        priority: global___Priority.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["from_block", b"from_block", "keys", b"keys", "namespace_id", b"namespace_id", "parents", b"parents", "part_mask", b"part_mask", "reservation", b"reservation", "session", b"session", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["from_block", b"from_block", "keys", b"keys", "namespace_id", b"namespace_id", "parents", b"parents", "part_mask", b"part_mask", "priority", b"priority", "reservation", b"reservation", "session", b"session", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 global___ReserveRequest = ReserveRequest
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from prefixcache.server.app import Daemon
 from prefixcache.v1 import admin_pb2 as pb
+from prefixcache.v1 import cache_pb2
 from prefixcache.v1 import common_pb2 as common
 from tests.contract.conftest import BLOCK_TOKENS, Worker, new_id, new_keys, start_daemon, stop_daemon
 from tests.contract.drivers import Driver, Failure, GrpcDriver, LocalDriver
@@ -174,6 +176,33 @@ def test_prefixes_are_listed_by_use_with_where_prompts_part(worker: Worker, writ
     page = operator.call("ListPrefixes", only)
     assert (len(page.prefixes), page.next_offset) == (1, 0)
     assert page.prefixes[0].short_key == shared[-32:][:8].hex()
+
+
+def test_what_was_stored_with_low_priority_goes_first_and_high_last(tmp_path: Path) -> None:
+    daemon = start_daemon(tmp_path)
+    with closing(LocalDriver(daemon.place.local_path)) as driver:
+        local = Worker(driver)
+        keys = {}
+        for priority in (cache_pb2.PRIORITY_HIGH, cache_pb2.PRIORITY_NORMAL, cache_pb2.PRIORITY_LOW):
+            keys[priority], reservation = new_keys(200), new_id()
+            local.reserve(reservation, keys[priority], priority=priority)
+            local.commit(reservation)
+
+        def left_after(blocks: int) -> list[int]:
+            reservation = new_id()
+            local.reserve(reservation, new_keys(blocks), priority=cache_pb2.PRIORITY_HIGH)
+            leases = [(new_id(), each) for each in keys.values()]
+            found = [local.acquire(each, lease=lease).planned_blocks for lease, each in leases]
+            for (lease, _), blocks in zip(leases, found, strict=True):
+                if blocks:
+                    local.release(lease, 0)
+            local.abort(reservation)
+            return found
+
+        room = (8 << 20) // BLOCK_BYTES
+        assert left_after(room - 500)[:2] == [200, 200]
+        assert left_after(room - 300) == [200, 100, 0]
+    stop_daemon(daemon)
 
 
 def test_status_and_metrics_show_what_is_pinned(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from prefixcache.core import clearing
 from prefixcache.core.commands import Command
 from prefixcache.core.invariants import InvariantError
 from prefixcache.core.loading import Loader
+from prefixcache.core.loads import Wish
 from prefixcache.core.pin_messages import PinRequested
 from prefixcache.core.pinning import Pinning
 from prefixcache.core.pins import PrefixPin, Term
@@ -134,16 +135,16 @@ def prefetched_slots_not_counted(patch: Patch) -> None:
 
 
 def loads_without_waiters_forgotten(patch: Patch) -> None:
-    right = Loader.begin
+    right = Loader.fetch
 
-    def wrong(self: Loader, *rest: Any) -> None:
-        right(self, *rest)
-        wish = rest[3]
+    def wrong(self: Loader, *rest: Any) -> Wish:
+        wish = right(self, *rest)
         for load in wish.loads:
-            if not load.waiters and load.kept:
+            if not load.waiters:
                 self.loads.pop(load.number, None)
+        return wish
 
-    patch.setattr(Loader, "begin", wrong)
+    patch.setattr(Loader, "fetch", wrong)
 
 
 PLANTED: tuple[Callable[[Patch], None], ...] = (

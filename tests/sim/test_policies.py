@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from prefixcache.core.policy.names import DEFAULT, NAMES
+from prefixcache.core.policy.prioritised import Prioritised
 from prefixcache.core.policy.tiered import TieredLeaves
 from prefixcache.core.radix import FILLING, subtree
 from prefixcache.core.spec import PlannerConfig
@@ -48,6 +49,7 @@ def check_population(simulator: Simulator) -> None:
         stored[id(space.policy)] = stored.get(id(space.policy), 0) + sum(node.count for node in nodes)
     for policy in simulator.planner.state.policies.values():
         for side in policy.both if isinstance(policy, TieredLeaves) else (policy,):
-            population = getattr(side, "_population", None)
+            assert isinstance(side, Prioritised)
+            population = getattr(side.policy, "_population", None)
             if population is not None:
                 assert population.live == stored.get(id(policy), 0)

@@ -19,7 +19,7 @@ from prefixcache_client.handover import LeaseTicket
 from prefixcache_client.lease import Lease
 from prefixcache_client.namespace import Namespace, PromptKeys
 from prefixcache_client.options import ClientOptions
-from prefixcache_client.results import CopyResult, LookupResult, PrefetchResult, StoreResult
+from prefixcache_client.results import CopyResult, LookupResult, PinResult, PrefetchResult, StoreResult
 from prefixcache_client.stats import ClientStats
 from prefixcache_client.tensors import Blocks, Layers, Pages
 
@@ -38,6 +38,7 @@ __all__ = [
     "LookupResult",
     "Namespace",
     "Pages",
+    "PinResult",
     "PrefetchResult",
     "PromptKeys",
     "StoreResult",

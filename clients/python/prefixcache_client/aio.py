@@ -18,7 +18,8 @@ from prefixcache_client.client import AcquireOptions, Client
 from prefixcache_client.lease import Lease
 from prefixcache_client.namespace import Namespace, Prompt
 from prefixcache_client.options import ClientOptions
-from prefixcache_client.results import CopyResult, LookupResult, StoreResult
+from prefixcache_client.results import CopyResult, LookupResult, PinResult, PrefetchResult, StoreResult
+from prefixcache_client.store import Priority
 from prefixcache_offload.mapping import Bytes
 
 T = TypeVar("T")
@@ -70,13 +71,31 @@ class AsyncClient:
             lease.add_done_callback(_release_unseen)
             raise
 
-    async def store(self, ns: Namespace, prompt: Prompt, tensors: Any, *, from_token: int = 0) -> StoreResult:
+    async def store(
+        self, ns: Namespace, prompt: Prompt, tensors: Any, *, from_token: int = 0, priority: Priority = "normal"
+    ) -> StoreResult:
         """See Client.store. Cancelling does not stop a store that has begun, so do not reuse `tensors` after it."""
-        return await self._run(lambda: self._client.store(ns, prompt, tensors, from_token=from_token))
+        return await self._run(
+            lambda: self._client.store(ns, prompt, tensors, from_token=from_token, priority=priority)
+        )  # fmt: skip
 
     async def lookup(self, ns: Namespace, prompt: Prompt, *, timeout_s: float | None = None) -> LookupResult:
         """See Client.lookup."""
         return await self._run(lambda: self._client.lookup(ns, prompt, timeout_s=timeout_s))
+
+    async def prefetch(self, ns: Namespace, prompt: Prompt, *, timeout_s: float | None = None) -> PrefetchResult:
+        """See Client.prefetch."""
+        return await self._run(lambda: self._client.prefetch(ns, prompt, timeout_s=timeout_s))
+
+    async def pin(
+        self, ns: Namespace, prompt: Prompt, *, label: str = "", ttl_s: float = 0.0, forever: bool = False
+    ) -> PinResult:
+        """See Client.pin."""
+        return await self._run(lambda: self._client.pin(ns, prompt, label=label, ttl_s=ttl_s, forever=forever))
+
+    async def unpin(self, pin: PinResult | bytes) -> str:
+        """See Client.unpin."""
+        return await self._run(lambda: self._client.unpin(pin))
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._threads.submit(work))

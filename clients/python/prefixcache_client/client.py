@@ -1,8 +1,9 @@
 """The blocking client: what an engine calls on a request's path.
 
 Rules:
-1. `acquire`, `store` and `lookup` never raise because of the cache: no server, a slow one, a full one or a lying one
-   is a miss with a reason. They do raise for mistakes of the caller: tokens that are none, tensors of the wrong size.
+1. `acquire`, `store`, `lookup`, `prefetch` and `pin` never raise because of the cache: no server, a slow one, a full
+   one or a lying one is a miss with a reason. They do raise for mistakes of the caller: tokens that are none, tensors
+   of the wrong size.
 2. Every call has a deadline. A client is made without a server and finds one whenever it comes.
 3. One client serves any number of threads; a forked child goes on with a session of its own.
 
@@ -18,7 +19,7 @@ from prefixcache.identity.canonical import Value
 from prefixcache.identity.fingerprint import Scales
 from prefixcache.identity.layout import Layout
 from prefixcache.identity.model import NamespaceOptions
-from prefixcache_client import acquire, handover, lookup, prefetch, store
+from prefixcache_client import acquire, handover, lookup, pins, prefetch, store
 from prefixcache_client import namespace as namespaces
 from prefixcache_client.address import parse_address
 from prefixcache_client.errors import Failure
@@ -28,8 +29,9 @@ from prefixcache_client.link import Link
 from prefixcache_client.namespace import Namespace, Prompt, Secrets
 from prefixcache_client.options import ClientOptions
 from prefixcache_client.reasons import QUEUE_FULL
-from prefixcache_client.results import CopyResult, LookupResult, PrefetchResult, StoreResult
+from prefixcache_client.results import CopyResult, LookupResult, PinResult, PrefetchResult, StoreResult
 from prefixcache_client.stats import ClientStats, Counters
+from prefixcache_client.store import Priority
 from prefixcache_client.writer import Writer
 
 _MAX_TTL_S: Final = 4_000_000  # of milliseconds in a u32; the server cuts it to its own longest
@@ -180,15 +182,20 @@ class Client:
         session = self._link.session
         return session.host_pool_bytes if session is not None and session.alive else 0
 
-    def store(self, ns: Namespace, prompt: Prompt, tensors: Any, *, from_token: int = 0) -> StoreResult:
+    def store(
+        self, ns: Namespace, prompt: Prompt, tensors: Any, *, from_token: int = 0, priority: Priority = "normal"
+    ) -> StoreResult:
         """Store the whole blocks of `prompt` that `tensors` hold and the server lacks, and wait until they are visible.
 
-        `from_token`: where storing begins; rounded up to a block. Raises ValueError or TypeError for a prompt that is
-        none and for tensors that do not fit the layout.
+        `from_token`: where storing begins; rounded up to a block. `priority`: "low", "normal" or "high"; low ones leave
+        memory first, high ones last (docs/policies.md). Raises ValueError or TypeError for a prompt that is none, for
+        tensors that do not fit the layout and for another priority.
         """
-        return store.store(self._link, ns, ns.epoch, prompt, tensors, from_token)
+        return store.store(self._link, ns, ns.epoch, prompt, tensors, store.wish(from_token, priority))
 
-    def store_later(self, ns: Namespace, prompt: Prompt, tensors: Any, *, from_token: int = 0) -> "Future[StoreResult]":
+    def store_later(
+        self, ns: Namespace, prompt: Prompt, tensors: Any, *, from_token: int = 0, priority: Priority = "normal"
+    ) -> "Future[StoreResult]":
         """As `store`, on a thread of the client's. Do not change `tensors` until the future is done.
 
         When `options.store_queue` stores are waiting already, the new one is dropped: its result has reason
@@ -196,7 +203,8 @@ class Client:
         """
         link, epoch = self._link, ns.epoch
         keys = ns.hash(prompt, epoch)
-        later = self._writer.submit(lambda: store.store(link, ns, epoch, keys, tensors, from_token))
+        wish = store.wish(from_token, priority)
+        later = self._writer.submit(lambda: store.store(link, ns, epoch, keys, tensors, wish))
         return later if later is not None else self._dropped(len(keys.keys) // 32)
 
     def lookup(self, ns: Namespace, prompt: Prompt, *, timeout_s: float | None = None) -> LookupResult:
@@ -206,6 +214,23 @@ class Client:
     def prefetch(self, ns: Namespace, prompt: Prompt, *, timeout_s: float | None = None) -> PrefetchResult:
         """Have the prompt's blocks brought up from slower tiers, for an `acquire` soon; leases nothing, never waits."""
         return prefetch.prefetch(self._link, ns, prompt, self.options.timeout_s if timeout_s is None else timeout_s)
+
+    def pin(
+        self, ns: Namespace, prompt: Prompt, *, label: str = "", ttl_s: float = 0.0, forever: bool = False
+    ) -> PinResult:
+        """Keep the whole blocks of `prompt` in the daemon's memory: those that are stored now, the others as they are
+        stored. Granted whole or not at all (reason `pin_budget`).
+
+        `ttl_s`: for how long; 0 takes the daemon's default (a day). `forever`: until it is unpinned or cleared. Pinning
+        the same prompt again renews the pin. Raises ValueError for a time that is none.
+        """
+        if not 0 <= ttl_s <= pins.MAX_TTL_S or (forever and ttl_s):
+            raise ValueError(f"ttl_s must be from 0 to {pins.MAX_TTL_S:g}, and 0 with forever, got {ttl_s}")
+        return pins.pin(self._link, ns, prompt, label, None if forever else ttl_s)
+
+    def unpin(self, pin: PinResult | bytes) -> str:
+        """End a pin; its blocks stay cached until something else needs the room. Answers why not, "" when done."""
+        return pins.unpin(self._link, pin if isinstance(pin, bytes) else pin.pin)
 
     def stats(self) -> ClientStats:
         """Counters since the client was made."""

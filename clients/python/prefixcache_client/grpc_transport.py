@@ -27,7 +27,11 @@ from prefixcache_client.reasons import DEADLINE, INTERNAL, reason_name
 log = logging.getLogger("prefixcache_client")
 
 _SERVICE: Final = "/prefixcache.v1.CacheService/"
-_ADMIN: Final = {transport.PREFETCH: "/prefixcache.v1.AdminService/Prefetch"}
+_ADMIN: Final = {
+    transport.PREFETCH: "/prefixcache.v1.AdminService/Prefetch",
+    transport.PIN: "/prefixcache.v1.AdminService/Pin",
+    transport.UNPIN: "/prefixcache.v1.AdminService/Unpin",
+}
 CLOSE_SESSION: Final = 200
 """Not a method of the local channel, where closing the connection says it."""
 

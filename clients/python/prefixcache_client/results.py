@@ -39,6 +39,24 @@ class StoreResult:
 
 
 @dataclass(frozen=True, slots=True)
+class PinResult:
+    """What `Client.pin` did. `pin`: its name for `Client.unpin`, b"" where nothing was pinned, and `reason` says why.
+
+    `tokens` are held now, of `wanted_tokens` (whole blocks only); the others will be as they are stored. `size_bytes`:
+    what all of them take in the daemon's memory.
+    """
+
+    pin: bytes
+    tokens: int
+    wanted_tokens: int
+    size_bytes: int
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.pin)
+
+
+@dataclass(frozen=True, slots=True)
 class PrefetchResult:
     """What `Client.prefetch` began: tokens that are coming up now, and those that are in memory already, from token 0.
 

@@ -9,7 +9,7 @@ Whatever goes wrong with the cache is a reason in the result; mistakes in the te
 """
 
 from collections import Counter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from prefixcache.identity.keys import KEY_BYTES
 from prefixcache.v1 import cache_pb2
@@ -33,6 +33,7 @@ class _Share(NamedTuple):
     part_mask: int
     blocks: range
     keys: bytes
+    priority: cache_pb2.Priority.ValueType = cache_pb2.PRIORITY_NORMAL
 
 
 class _Outcome(NamedTuple):
@@ -42,7 +43,29 @@ class _Outcome(NamedTuple):
     reason: str = ""
 
 
-def store(link: Link, ns: Namespace, epoch: Epoch, prompt: Prompt, tensors: Any, from_token: int) -> StoreResult:
+Priority = Literal["low", "normal", "high"]
+_PRIORITIES: Final[dict[str, cache_pb2.Priority.ValueType]] = {
+    "low": cache_pb2.PRIORITY_LOW,
+    "normal": cache_pb2.PRIORITY_NORMAL,
+    "high": cache_pb2.PRIORITY_HIGH,
+}
+
+
+class Wish(NamedTuple):
+    """Where storing begins, and how long the blocks should stay."""
+
+    from_token: int
+    priority: cache_pb2.Priority.ValueType
+
+
+def wish(from_token: int, priority: str) -> Wish:
+    """What a caller asks for, checked. Raises ValueError."""
+    if priority not in _PRIORITIES:
+        raise ValueError(f"priority must be one of {', '.join(_PRIORITIES)}, got {priority!r}")
+    return Wish(from_token, _PRIORITIES[priority])
+
+
+def store(link: Link, ns: Namespace, epoch: Epoch, prompt: Prompt, tensors: Any, asked: Wish) -> StoreResult:
     """See Client.store. `epoch`: the namespace's when the store was asked for, which may be some time ago."""
     target = as_tensors(tensors)
     keys = ns.hash(prompt, epoch).keys
@@ -50,9 +73,9 @@ def store(link: Link, ns: Namespace, epoch: Epoch, prompt: Prompt, tensors: Any,
         return StoreResult(0, 0, 0, {ns.reason_off: len(keys) // KEY_BYTES}, ns.reason_off)
     committed, moved, reason = 0, 0, ""
     refused: Counter[str] = Counter()
-    shares = _shares(ns, target, keys, -(-from_token // ns.block_tokens))
+    shares = _shares(ns, target, keys, -(-asked.from_token // ns.block_tokens))
     for share in shares:
-        outcome = _store_share(link, ns, epoch, target, share)
+        outcome = _store_share(link, ns, epoch, target, share._replace(priority=asked.priority))
         # Each share makes other parts of the same blocks visible; a block counts once.
         committed = max(committed, outcome.committed)
         moved += outcome.size_bytes
@@ -84,6 +107,7 @@ def _store_share(link: Link, ns: Namespace, epoch: Epoch, target: KvTensors, sha
         keys=share.keys,
         from_block=share.blocks.start,
         part_mask=share.part_mask,
+        priority=share.priority,
         ttl_ms=int(link.options.reservation_ttl_s * _MS),
     )
 

@@ -25,10 +25,12 @@ RESERVE: Final = int(local_pb2.METHOD_RESERVE)
 COMMIT: Final = int(local_pb2.METHOD_COMMIT)
 ABORT: Final = int(local_pb2.METHOD_ABORT)
 LOOKUP: Final = int(local_pb2.METHOD_LOOKUP)
-PREFETCH: Final = int(local_pb2.METHOD_PREFETCH)
 MAP_POOL: Final = int(local_pb2.METHOD_MAP_POOL)
 ECHO: Final = int(local_pb2.METHOD_ECHO)
 KEEP_ALIVE: Final = int(local_pb2.METHOD_KEEP_ALIVE)
+PREFETCH: Final = int(local_pb2.METHOD_PREFETCH)
+PIN: Final = int(local_pb2.METHOD_PIN)
+UNPIN: Final = int(local_pb2.METHOD_UNPIN)
 
 
 class Transport(Protocol):

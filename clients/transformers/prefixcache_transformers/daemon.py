@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from prefixcache.identity.fingerprint import NamespaceIdentity
 from prefixcache.identity.keys import KEY_BYTES
 from prefixcache_client import Blocks, Client, Lease, Namespace, PromptKeys
+from prefixcache_client.store import Priority
 from prefixcache_transformers.block_store import PartBlocks
 
 __all__ = ["Daemon"]
@@ -27,27 +28,31 @@ class Daemon:
         tenant_key: bytes | None = None,
         cache_salt: bytes = b"",
         label: str = "",
+        priority: Priority = "normal",
     ) -> None:
         """`client`: None makes one for the default address. `tenant_key`: None or 32 secret bytes; without it anybody
-        who can guess a prompt can find its blocks. `label` is shown by `prefixcache status`."""
+        who can guess a prompt can find its blocks. `label` is shown by `prefixcache status`. `priority` of what is
+        stored: "low" leaves memory first, "high" last."""
         self.client = client or Client()
         self._tenant_key = tenant_key
         self._cache_salt = cache_salt
         self._label = label
+        self._priority = priority
 
     def __call__(self, identity: NamespaceIdentity) -> tuple[bytes, DaemonStore]:
         """The root key and the store of a namespace; makes no call."""
         namespace = Namespace(
             identity, tenant_key=self._tenant_key, cache_salt=self._cache_salt, label=self._label
         )  # fmt: skip
-        return namespace.epoch.root, DaemonStore(self.client, namespace)
+        return namespace.epoch.root, DaemonStore(self.client, namespace, self._priority)
 
 
 class DaemonStore:
     """Blocks of one namespace."""
 
-    def __init__(self, client: Client, namespace: Namespace) -> None:
+    def __init__(self, client: Client, namespace: Namespace, priority: Priority = "normal") -> None:
         self._client = client
+        self._priority = priority
         self._namespace = namespace
 
     def acquire(self, keys: bytes, prompt_tokens: int) -> DaemonLease:
@@ -60,7 +65,7 @@ class DaemonStore:
         """Store blocks that are missing. Returns how many became visible."""
         prompt = PromptKeys(keys, len(keys) // KEY_BYTES * self._namespace.block_tokens)
         tensors = [Blocks(blocks.tensor, blocks.part, blocks.first_block) for blocks in parts]
-        return self._client.store(self._namespace, prompt, tensors).stored_blocks
+        return self._client.store(self._namespace, prompt, tensors, priority=self._priority).stored_blocks
 
 
 class DaemonLease:

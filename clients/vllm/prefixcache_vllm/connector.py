@@ -53,6 +53,7 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
         self._asker: DaemonAsker | None = None
         self._ended: Ended | None = None
         self._told: Numbers = {}
+        self._changes = (0, 0, 0, 0)
         self._packing: Packing = "plain"
         # Threads that copy or ask wait for the interpreter's lock, and an engine that waits for them never rests.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
@@ -241,6 +242,10 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
         if self._scheduler is None:
             return {}
         book = self._scheduler.book
+        changes = (book.looked_up_tokens, book.loaded_tokens, book.reasons.total(), self._scheduler.skipped.total())
+        if changes == self._changes:
+            return {}
+        self._changes = changes
         totals = {LOOKED_UP: book.looked_up_tokens, LOADED: book.loaded_tokens}
         now = scheduler_numbers(totals, book.reasons, self._scheduler.skipped)
         new, self._told = difference(now, self._told), now

@@ -33,7 +33,7 @@ class Options:
     tenant: str = ""
     tenant_key_file: str = ""
     ask_timeout_s: float = 0.5
-    load_timeout_s: float = 1.0
+    load_timeout_s: float = 0.45
     pinned_share: float = 0.25
     save_queue: int = 256
 

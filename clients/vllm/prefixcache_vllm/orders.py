@@ -60,6 +60,10 @@ class StepOrders:
     closing: frozenset[str] = frozenset()
     namespaces: dict[bytes, NamespaceIdentity] = field(default_factory=dict)
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.loads or self.saves or self.leaving or self.closing)
+
 
 def page_run(ids: list[int] | tuple[int, ...], page_tokens: int, from_token: int, to_token: int) -> PageRun:
     """The pages of a request's table that hold tokens [from_token, to_token), those that are there."""

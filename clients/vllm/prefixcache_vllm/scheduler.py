@@ -30,6 +30,7 @@ log = logging.getLogger("prefixcache_vllm")
 _IMAGE: Final = "mm"
 _RUNNING: Final = "RUNNING"
 _OVERLAP: Final = 2
+_NOTHING: Final = StepOrders()
 
 
 class SchedulerSide:
@@ -112,6 +113,8 @@ class SchedulerSide:
         self._steps += 1
         if self._sync:
             self._end_sync_loads()
+        if not (scheduler_output.num_scheduled_tokens or self._running or self._closing or self._orders):
+            return _NOTHING  # vLLM steps without pause while something is waited for
         orders, self._orders = self._orders, StepOrders()
         scheduled = scheduler_output.num_scheduled_tokens
         if self._saves:
@@ -147,6 +150,8 @@ class SchedulerSide:
 
     def loaded(self, arrived: Iterable[str], failed: Iterable[str], bad_pages: Iterable[int]) -> None:
         """Loads have ended on every rank. `failed`: of these; `bad_pages`: where the engine tells pages only."""
+        if not arrived and not bad_pages and not failed:
+            return
         bad, failures = set(bad_pages), set(failed)
         if bad:
             failures.update(name for name, (pages, _) in self._loading.items() if not bad.isdisjoint(pages))

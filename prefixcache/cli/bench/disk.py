@@ -4,7 +4,7 @@ a plain program.
 The limit is `fio` (psync, direct, 2 MiB) where it is installed, else a loop of preadv/pwritev on threads, at the best
 of 1, 2 and 4 jobs. Both go to the same directory; rounds are interleaved and each figure is the median of its rounds.
 Files are new for every written round, on both sides. Our side includes checksums, headers, footers, syncs and the
-callback of each record; what a daemon adds above that is not measured here. GB are 10^9 bytes.
+callback of each record; what a daemon adds above that is `demotion`'s. GB are 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from prefixcache.cli.bench import demotion
 from prefixcache.cli.bench.plan import Plan, Progress
 from prefixcache.cli.errors import CliError
 from prefixcache_offload.disk import ENTRY, DiskOptions, DiskRefused, Entries, Outcome
@@ -53,6 +54,7 @@ def run(plan: Plan, progress: Progress, where: Path | None = None) -> dict[str, 
         for number in range(plan.disk_rounds):
             progress(f"disk: round {number + 1} of {plan.disk_rounds}")
             _round(number, limit, ours, samples)
+        with_daemon = demotion.run(plan, progress, folder)
     rates = {key: statistics.median(values) / 1e9 for key, values in samples.items()}
     return {
         "disk": {
@@ -61,6 +63,7 @@ def run(plan: Plan, progress: Progress, where: Path | None = None) -> dict[str, 
             "limit_read_gb_per_s": max(rates[f"read {jobs}"] for jobs in JOBS),
             "limit_write_gb_per_s": max(rates[f"write {jobs}"] for jobs in JOBS),
             "limit": name,
+            **with_daemon,
         }
     }
 

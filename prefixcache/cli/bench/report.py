@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 GRPC_TARGETS: Final = {2048: 1.5, 32768: 2.0}  # times the bare echo
 LOCAL_TARGETS: Final = {2048: 1.4, 32768: 1.3}  # times hashing, then the bare echo
 COPY_TARGET: Final = 0.85
+DEMOTING_TARGET: Final = 2.0  # times the idle figure
+FIRST_BLOCK_TARGET_MS: Final = 2.0  # beyond what the disk takes
 RESTART_TARGET_S: Final = 1.0  # per 100,000 blocks
 DISK_TARGETS: Final = {"read": 0.85, "write": 0.8}  # of the limit
 CODEC_TARGETS: Final = {"int8": 0.5}  # of the tokens a second of raw
@@ -76,6 +78,14 @@ def _disk(row: dict[str, Any]) -> Table:
         rate, limit = row[f"{what}_gb_per_s"], row[f"limit_{what}_gb_per_s"]
         shown = _judged(rate / limit, target, f"{rate / limit:.2f}", lower=False)
         table.add_row(what, f"{rate:.2f}", f"{limit:.2f}", shown, f"{target}")
+    idle, beside = row["acquire_p99_idle_us"], row["acquire_p99_demoting_us"]
+    shown = _judged(beside / idle, DEMOTING_TARGET, f"{beside / idle:.2f}", lower=True)
+    written = f"acquire p99 beside {row['demoted_gb_per_s']:.2f} GB/s of writes, idle"
+    table.add_row(written, f"{beside:,.0f} us", f"{idle:,.0f} us", shown, f"{DEMOTING_TARGET:.0f}")
+    first, plain = row["first_block_ms"], row["plain_read_ms"]
+    shown = _judged(first - plain, FIRST_BLOCK_TARGET_MS, f"+{first - plain:.1f} ms", lower=True)
+    limit_ms = f"+{FIRST_BLOCK_TARGET_MS:.0f} ms"
+    table.add_row("first block of a prompt on disk, plain read", f"{first:.1f} ms", f"{plain:.1f} ms", shown, limit_ms)
     return table
 
 

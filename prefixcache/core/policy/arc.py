@@ -30,7 +30,7 @@ class LeafArc(HeapPolicy):
     def __init__(self) -> None:
         super().__init__()
         self._columns = Columns([("list", "u1")])
-        self._heaps = {_ONCE: LeafHeap(self._serials), _AGAIN: LeafHeap(self._serials)}
+        self._heaps = {_ONCE: LeafHeap(), _AGAIN: LeafHeap()}
         self._sizes = {_ONCE: 0, _AGAIN: 0}
         self._ghosts: dict[int, Ghosts[None]] = {_ONCE: Ghosts(), _AGAIN: Ghosts()}
         self._population = Population()

@@ -10,6 +10,7 @@ planner sets, the blocks that are there, and a seeded `Sampler`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -19,6 +20,11 @@ from prefixcache.core.radix import Node
 
 if TYPE_CHECKING:
     from prefixcache.core.namespaces import Namespace
+
+
+# Ranks of leaves in orders whose entries go stale. One counter for all orders there are: a leaf moves from one to
+# another (`tiered`, `prioritised`), and an entry that it left behind must never look like its place in the new one.
+SERIALS = count(1)
 
 
 class Clock:

@@ -29,7 +29,7 @@ class LeafGdsf(HeapPolicy):
 
     def __init__(self) -> None:
         super().__init__()
-        self._heap = LeafHeap(self._serials)
+        self._heap = LeafHeap()
         self._columns = Columns([("cost", "<f8"), ("uses", "<u4"), ("priority", "<f8")])
         self._age = 0.0
 

@@ -8,27 +8,24 @@ Must not know: what a priority means.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
-from itertools import count
 from typing import Any
 
-from prefixcache.core.policy.base import Forgetful, run_of_one_use
+from prefixcache.core.policy.base import SERIALS, Forgetful, run_of_one_use
 from prefixcache.core.radix import NOT_QUEUED, Node
 
 _TOLERATED = 64
 
 
 class LeafHeap:
-    """One order. Several may share `serials`; a node is in the one it was pushed to last."""
+    """One order. A node is in the one it was pushed to last, of all there are."""
 
-    def __init__(self, serials: Iterator[int]) -> None:
-        self._serials = serials
+    def __init__(self) -> None:
         self._entries: list[tuple[Any, int, Node]] = []
         self._limit = _TOLERATED
 
     def push(self, node: Node, priority: Any) -> None:
         """Puts `node` in its place; among equals the one pushed first goes first."""
-        node.rank = next(self._serials)
+        node.rank = next(SERIALS)
         heapq.heappush(self._entries, (priority, node.rank, node))
         if len(self._entries) > self._limit:
             self._entries = [entry for entry in self._entries if entry[2].rank == entry[1]]
@@ -56,7 +53,6 @@ class HeapPolicy(Forgetful):
     remembers = True
 
     def __init__(self) -> None:
-        self._serials = count()
         self._leaves = 0
 
     def _place(self, node: Node) -> None:

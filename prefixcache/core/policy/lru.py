@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 
-from prefixcache.core.policy.base import Forgetful, run_of_one_use
+from prefixcache.core.policy.base import SERIALS, Forgetful, run_of_one_use
 from prefixcache.core.radix import NOT_QUEUED, Node
 
 _IN_ORDER = -2
@@ -26,7 +26,6 @@ class LeafLru(Forgetful):
         self._newest = -1  # tick at the end of the order
         self._aged: list[tuple[int, int, Node]] = []
         self._aged_live = 0
-        self._serial = 0
 
     def add_leaf(self, node: Node, tick: int) -> None:
         node.tick = tick
@@ -35,10 +34,9 @@ class LeafLru(Forgetful):
             self._order[node] = None
             self._newest = tick
             return
-        self._serial += 1
-        node.rank = self._serial
+        node.rank = next(SERIALS)
         self._aged_live += 1
-        heapq.heappush(self._aged, (tick, self._serial, node))
+        heapq.heappush(self._aged, (tick, node.rank, node))
         self._compact()
 
     def touch_leaf(self, node: Node, tick: int) -> None:

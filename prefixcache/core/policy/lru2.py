@@ -27,7 +27,7 @@ class LeafLru2(HeapPolicy):
     def __init__(self, clock: Clock) -> None:
         super().__init__()
         self._clock = clock
-        self._heap = LeafHeap(self._serials)
+        self._heap = LeafHeap()
         self._columns = Columns([("last", "<u8"), ("before", "<u8")])
         self._ghosts: Ghosts[int] = Ghosts()
         self._population = Population()

@@ -33,7 +33,7 @@ class LeafS3Fifo(HeapPolicy):
     def __init__(self) -> None:
         super().__init__()
         self._columns = Columns([("queue", "u1"), ("hits", "u1"), ("place", "<i8")])
-        self._heaps = {_SMALL: LeafHeap(self._serials), _MAIN: LeafHeap(self._serials)}
+        self._heaps = {_SMALL: LeafHeap(), _MAIN: LeafHeap()}
         self._small = 0
         self._ghosts: Ghosts[bool] = Ghosts()
         self._population = Population()

@@ -2,10 +2,10 @@
 
 Rules: where the disk brings a block back faster than it is computed (`clean_first`, told by the loader), room is made
 from clean leaves first, because that loses nothing. Where it does not, what is on disk is as good as gone, and the two
-are one order: of the two victims the one that is worth less goes, of equal ones the older, as without a disk; clean
-ones first would take what is hit most. Within each of the two the policy decides, of which there is one instance each.
-Leaves are divided between them, blocks are told to both, so both know all there is to know. A block that leaves memory
-for the disk is evicted for them, one that comes back is stored again.
+are one order: of the two victims the one of lower priority goes, of equal ones the one that is worth less, at last the
+older, as without a disk; clean ones first would take what is hit most. Within each of the two the policy decides, of
+which there is one instance each. Leaves are divided between them, blocks are told to both, so both know all there is to
+know. A block that leaves memory for the disk is evicted for them, one that comes back is stored again.
 Which one has a leaf is in `Node.clean`: how many blocks off its tail are on disk, 0 for the other order.
 """
 
@@ -110,6 +110,8 @@ class TieredLeaves:
 
     def _goes_before(self, clean: Node, dirty: Node) -> bool:
         """Which of the two victims goes, where both are as good as gone then."""
+        if clean.band != dirty.band:
+            return clean.band < dirty.band
         worths = self.clean.victim_worth(), self.dirty.victim_worth()
         return clean.tick <= dirty.tick if worths[0] == worths[1] else worths[0] < worths[1]
 

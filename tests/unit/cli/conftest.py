@@ -31,6 +31,11 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
     stats: admin_pb2.GetStatsResponse
     described: admin_pb2.DescribePrefixResponse = field(default_factory=admin_pb2.DescribePrefixResponse)
     evicted: admin_pb2.EvictResponse = field(default_factory=admin_pb2.EvictResponse)
+    pinned: admin_pb2.PinResponse = field(default_factory=admin_pb2.PinResponse)
+    pins: admin_pb2.ListPinsResponse = field(default_factory=admin_pb2.ListPinsResponse)
+    prefetched: admin_pb2.PrefetchResponse = field(default_factory=admin_pb2.PrefetchResponse)
+    prefixes: admin_pb2.ListPrefixesResponse = field(default_factory=admin_pb2.ListPrefixesResponse)
+    drained: admin_pb2.DrainResponse = field(default_factory=admin_pb2.DrainResponse)
     refusal: common_pb2.Error | None = None
     hanging: bool = False
     release: threading.Event = field(default_factory=threading.Event)
@@ -47,6 +52,34 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
     def Evict(self, request: object, context: grpc.ServicerContext) -> admin_pb2.EvictResponse:
         self._enter(request, context)
         return self.evicted
+
+    def Pin(self, request: object, context: grpc.ServicerContext) -> admin_pb2.PinResponse:
+        self._enter(request, context)
+        return self.pinned
+
+    def Unpin(self, request: object, context: grpc.ServicerContext) -> admin_pb2.UnpinResponse:
+        self._enter(request, context)
+        return admin_pb2.UnpinResponse()
+
+    def ListPins(self, request: object, context: grpc.ServicerContext) -> admin_pb2.ListPinsResponse:
+        self._enter(request, context)
+        return self.pins
+
+    def Prefetch(self, request: object, context: grpc.ServicerContext) -> admin_pb2.PrefetchResponse:
+        self._enter(request, context)
+        return self.prefetched
+
+    def ListPrefixes(self, request: object, context: grpc.ServicerContext) -> admin_pb2.ListPrefixesResponse:
+        self._enter(request, context)
+        return self.prefixes
+
+    def Drain(self, request: object, context: grpc.ServicerContext) -> admin_pb2.DrainResponse:
+        self._enter(request, context)
+        return self.drained
+
+    def Flush(self, request: object, context: grpc.ServicerContext) -> admin_pb2.FlushResponse:
+        self._enter(request, context)
+        return admin_pb2.FlushResponse(blocks=7)
 
     def _enter(self, request: object, context: grpc.ServicerContext) -> None:
         self.requests.append(request)

@@ -13,7 +13,10 @@ import pytest
 from prefixcache.server.config import Config
 from tests.unit.cli.conftest import Run
 
-COMMANDS = ("serve", "status", "describe", "clear", "config", "bench", "demo")
+COMMANDS = (
+    "serve", "status", "describe", "clear", "config", "bench", "demo", "pin", "unpin", "pins", "prefetch", "prefixes",
+    "evict", "drain", "flush",
+)  # fmt: skip
 
 
 def test_help_names_every_command(run: Run) -> None:

@@ -48,10 +48,10 @@ def test_table_shows_tiers_namespaces_rate_and_sessions(admin: FakeAdmin, run: R
 
 
 def test_labels_cannot_bring_markup_into_the_table(admin: FakeAdmin, run: Run) -> None:
-    admin.stats = some_stats(a_namespace(label="[red]x[/red][/]"))
+    admin.stats = some_stats(a_namespace(label="[red]x[/][/]"))
     result = run("status")
     assert result.exit_code == 0
-    assert "[red]x[/red][/]" in result.stdout
+    assert "[red]x[/][/]" in result.stdout
 
 
 def test_sick_parts_and_unknown_reasons_are_shown(admin: FakeAdmin, run: Run) -> None:
@@ -117,3 +117,25 @@ def test_what_is_no_address_is_a_mistake_of_the_command_line(run: Run, address: 
     result = run("status", "--address", address, "--json")
     assert result.exit_code == 2
     assert json.loads(result.stdout)["error"]["reason"] == "bad_usage"
+
+
+def test_it_fits_80_columns_with_long_names_and_large_numbers(admin: FakeAdmin, run: Run) -> None:
+    admin.stats = some_stats(a_namespace("meta-llama/Llama-3.1-8B-Instruct"))
+    tier = admin.stats.tiers[0]
+    tier.capacity_bytes, tier.used_bytes, tier.leased_bytes = 64 << 30, 63 << 30, 3 << 29
+    tier.blocks, tier.evicted_blocks, tier.pinned_bytes, tier.pin_budget_bytes = (
+        1_234_567,
+        98_765_432,
+        3 << 30,
+        16 << 30,
+    )
+    tier.detail = "a long explanation of why this tier is what it is, which is longer than a line of eighty columns"
+    session = admin.stats.sessions[0]
+    session.client_name, session.pid, session.age_s = "vllm worker 3 on rank 0 (pid 1234567)", 1_234_567, 1_234_567
+    result = run("status")
+    assert result.exit_code == 0
+    assert max(len(line.rstrip()) for line in result.stdout.splitlines()) <= 80
+    row = next(line for line in result.stdout.splitlines() if line.startswith(" host "))
+    assert row.split() == ["host", "on", "63.0", "GiB", "64.0", "GiB", "98.4%", "1.2M", "98.8M"]
+    assert "leased 1.5 GiB, pinned 3.0 GiB of 16.0 GiB" in result.stdout
+    assert "14 d" in result.stdout

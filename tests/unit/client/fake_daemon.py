@@ -33,7 +33,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from prefixcache.v1 import cache_pb2, common_pb2, local_pb2
+from prefixcache.v1 import admin_pb2, cache_pb2, common_pb2, local_pb2
 from prefixcache_client import framing
 from prefixcache_offload.pool import HostPool
 from prefixcache_offload.units import SLOT_GRANULE, control_bytes
@@ -93,6 +93,8 @@ class FakeDaemon:
         self.calls: dict[int, int] = defaultdict(int)
         self.released: list[tuple[bytes, int, int]] = []
         self.aborted: list[bytes] = []
+        self.pinned: list[Any] = []
+        self.priorities: list[int] = []
         self.sessions_opened = 0
         self.port = 0
         self.lease_ttl_ms = LEASE_TTL_MS
@@ -155,8 +157,10 @@ class FakeDaemon:
         handlers = {name: self._unary(method) for name, method in RPCS.items()}
         handlers["ReadBlocks"] = grpc.unary_stream_rpc_method_handler(self._read_blocks)
         handlers["WriteBlocks"] = grpc.stream_unary_rpc_method_handler(self._write_blocks)
-        service = grpc.method_handlers_generic_handler("prefixcache.v1.CacheService", handlers)
-        server.add_generic_rpc_handlers((service,))
+        admin = {name: self._unary(method) for name, method in (("Prefetch", 13), ("Pin", 14), ("Unpin", 15))}
+        for name, methods in (("CacheService", handlers), ("AdminService", admin)):
+            service = grpc.method_handlers_generic_handler(f"prefixcache.v1.{name}", methods)
+            server.add_generic_rpc_handlers((service,))
         server.add_insecure_port(f"unix:{self.path}")
         self.port = server.add_insecure_port(f"127.0.0.1:{self.port}")
         server.start()
@@ -324,6 +328,9 @@ class FakeDaemon:
             10: (local_pb2.MapPoolRequest, lambda request, owner: local_pb2.MapPoolResponse(pool=self._pool())),
             11: (None, None),
             12: (cache_pb2.KeepAliveRequest, self._keep_alive),
+            13: (admin_pb2.PrefetchRequest, self._prefetch),
+            14: (admin_pb2.PinRequest, self._pin),
+            15: (admin_pb2.UnpinRequest, self._unpin),
             200: (cache_pb2.CloseSessionRequest, lambda request, owner: cache_pb2.CloseSessionResponse()),
         }
 
@@ -424,6 +431,7 @@ class FakeDaemon:
         return cache_pb2.ReleaseResponse()
 
     def _reserve(self, request: Any, owner: bytes) -> Any:
+        self.priorities.append(request.priority)
         space = self._space(request.namespace_id)
         spec = self.specs[request.namespace_id]
         answer = cache_pb2.ReserveResponse(ttl_ms=5000)
@@ -489,6 +497,20 @@ class FakeDaemon:
         here = cache_pb2.NodeMatch(tokens=tokens, tiers=common_pb2.TierTokens(host=tokens))
         other = cache_pb2.NodeMatch(node="other", tokens=2 * tokens)
         return cache_pb2.LookupResponse(nodes=[here, other], stop=common_pb2.Reason.ValueType(stop))
+
+    def _prefetch(self, request: Any, owner: bytes) -> Any:
+        tokens = self._found(request) * self.specs[request.namespace_id].block_tokens
+        return admin_pb2.PrefetchResponse(ready_tokens=tokens, tokens=16, stop=common_pb2.REASON_LIMIT)
+
+    def _pin(self, request: Any, owner: bytes) -> Any:
+        self.pinned.append(request)
+        tokens = len(request.keys) // 32 * 16
+        return admin_pb2.PinResponse(pin=b"p" * 16, tokens=16, wanted_tokens=tokens, size_bytes=1 << 20)
+
+    def _unpin(self, request: Any, owner: bytes) -> Any:
+        if request.pin != b"p" * 16:
+            raise RefusedCall(5, common_pb2.REASON_PIN_UNKNOWN)
+        return admin_pb2.UnpinResponse()
 
 
 def split(keys: bytes) -> list[bytes]:

@@ -170,6 +170,47 @@ def test_lookup_leases_nothing(client: Client, ns: Namespace, daemon: FakeDaemon
     assert daemon.leases == {}
 
 
+def test_prefetch_says_what_is_there_and_what_comes(client: Client, ns: Namespace, daemon: FakeDaemon) -> None:
+    stored(client, ns)
+    found = client.prefetch(ns, TOKENS)
+    assert (found.tokens, found.ready_tokens, found.reason, bool(found)) == (16, 96, "limit", True)
+    assert daemon.leases == {}
+    assert not client.prefetch(ns, TOKENS[:3])
+
+
+def test_a_pin_is_asked_for_and_ended(client: Client, ns: Namespace, daemon: FakeDaemon) -> None:
+    pin = client.pin(ns, TOKENS, label="system prompt v3", ttl_s=60.0)
+    assert (pin.tokens, pin.wanted_tokens, pin.size_bytes, pin.reason) == (16, 96, 1 << 20, "")
+    asked = daemon.pinned[-1]
+    assert (asked.label, asked.ttl_ms, asked.forever) == ("system prompt v3", 60_000, False)
+    assert asked.fingerprint == ns.epoch.fingerprint
+    assert client.pin(ns, TOKENS, forever=True)
+    assert daemon.pinned[-1].forever
+    assert client.unpin(pin) == ""
+    assert client.unpin(b"x" * 16) == "pin_unknown"
+    for fields in ({"ttl_s": -1.0}, {"ttl_s": 1.0, "forever": True}, {"ttl_s": float("nan")}):
+        with pytest.raises(ValueError, match="ttl_s"):
+            client.pin(ns, TOKENS, **fields)  # type: ignore[arg-type]  # fields of several types
+
+
+def test_without_a_daemon_nothing_is_pinned_or_prefetched(make_client: MakeClient, ns: Namespace) -> None:
+    with Client("unix:///nowhere/d.sock") as client:
+        pin, found = client.pin(ns, TOKENS), client.prefetch(ns, TOKENS)
+        assert (bool(pin), pin.reason) == (False, "server_unavailable")
+        assert (bool(found), found.reason) == (False, "server_unavailable")
+        assert client.unpin(pin) == "server_unavailable"
+
+
+def test_the_priority_of_a_store_goes_with_it(client: Client, ns: Namespace, daemon: FakeDaemon) -> None:
+    data = block_data(ns)
+    client.store(ns, TOKENS, data, priority="low")
+    client.store(ns, TOKENS, data)
+    client.store_later(ns, TOKENS, data, priority="high").result(10)
+    assert daemon.priorities == [1, 2, 3]
+    with pytest.raises(ValueError, match="low, normal, high"):
+        client.store(ns, TOKENS, data, priority="urgent")  # type: ignore[arg-type]  # the mistake that is tested
+
+
 def test_invalidate_is_a_fresh_start(client: Client, ns: Namespace) -> None:
     stored(client, ns)
     ns.invalidate()

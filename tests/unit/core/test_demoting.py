@@ -91,7 +91,7 @@ def test_a_block_whose_bytes_changed_in_memory_leaves_with_what_follows_it() -> 
     harness.send(ChecksumDone(1, 0, order.rows, order.generations, known))
     harness.send(FlushStarted())
     (write,) = harness.take(WriteRecords)
-    assert write.digests.tolist() == known.tolist()
+    assert np.array_equal(write.digests, known)
     ends = np.array([0, WriteEnd.CORRUPT, 0, 0], np.uint8)
     places = np.arange(4, dtype=np.uint32)
     harness.send(RecordsWritten(write.job, places, ends, places // 4 + 1, places, 1 << 40))

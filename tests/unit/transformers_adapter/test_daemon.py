@@ -136,3 +136,28 @@ def test_no_daemon_at_all(tmp_path: Path, model: Any) -> None:
     assert cache.stats.reused == cache.stats.blocks_stored == 0
     cache.close()
     client.close()
+
+
+def test_the_daemon_is_told_the_priority(make_cache: Callable[..., PrefixCache], daemon: FakeDaemon) -> None:
+    generate(make_cache(priority="low"), prompt(LENGTH, 9))
+    assert set(daemon.priorities) == {1}
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_codec_is_asked_for_and_shared_with_its_like_only(daemon: FakeDaemon, model: Any, codec: str) -> None:
+    """Restored states differ from computed ones by no more than the codec loses; raw caches do not see them."""
+    ids = prompt(LENGTH, 7)
+    with Client(f"unix://{daemon.path}", PATIENT) as client:
+        caches = [PrefixCache(model, Daemon(client), CacheOptions(BLOCK, codec=name)) for name in (codec, codec, "raw")]
+        first, second, raw = caches
+        generate(first, ids)
+        found, untouched = second.lookup(ids), raw.lookup(ids)
+        assert found.columns == 5 * BLOCK
+        assert not untouched.columns
+        computed = model(ids[:, : 5 * BLOCK], use_cache=True).past_key_values
+        for mine, theirs in zip(found.cache.layers, computed.layers, strict=True):
+            for was, now in ((theirs.keys, mine.keys), (theirs.values, mine.values)):
+                step = (was.amax() - was.amin()) / (255 if codec == "int8" else 15)
+                assert 0 < (was - now).abs().max() <= step
+        for cache in caches:
+            cache.close()

@@ -44,6 +44,12 @@ RESULTS: dict[str, Any] = {
         "limit_read_gb_per_s": 2.0,
         "limit_write_gb_per_s": 2.0,
         "limit": "fio",
+        "acquire_p99_idle_us": 400.0,
+        "acquire_p99_demoting_us": 600.0,
+        "demoted_gb_per_s": 1.0,
+        "first_block_ms": 2.5,
+        "plain_read_ms": 1.0,
+        "write_amplification": 1.002,
     },
     "restart": {"blocks": 100_000, "seconds": 0.9, "first_hit_s": 0.1},
     "codec": {

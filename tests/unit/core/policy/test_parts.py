@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,7 +24,7 @@ def leaf() -> Node:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.booleans()), max_size=300))
 def test_a_heap_gives_the_least_of_what_is_still_in_it(steps: list[tuple[int, int, bool]]) -> None:
-    heap = LeafHeap(count())
+    heap = LeafHeap()
     nodes = [leaf() for _ in range(10)]
     model: dict[int, int] = {}
     for which, priority, leaves in steps:

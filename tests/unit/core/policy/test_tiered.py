@@ -8,6 +8,7 @@ from prefixcache.core.events import DiskChanged
 from prefixcache.core.policy.tiered import TieredLeaves
 from prefixcache.core.reasons import Miss
 from prefixcache.core.spec import DiskSpec
+from prefixcache.core.table import HIGH, LOW, NORMAL
 from tests.unit.core.disk_harness import DiskHarness
 from tests.unit.core.harness import GRANULE, TOKENS
 
@@ -28,12 +29,13 @@ def one_cold(computes_s: float, *, reads: bool = True) -> DiskHarness:
     return harness
 
 
-def what_left(harness: DiskHarness) -> str:
+def what_left(harness: DiskHarness, priorities: tuple[int, int] = (NORMAL, NORMAL)) -> str:
     """Two blocks must go: of a prompt in memory only, or of one that was used after it and is on disk as well."""
-    harness.store("ef")
+    harness.store("ef", priority=priorities[0])
     harness.flush()
-    harness.store("mn")
+    harness.store("mn", priority=priorities[1])
     harness.store("opqr")
+    assert harness.acquire("opqr").ready_blocks == 4, "leased, so that they stay"
     assert harness.hit("ef") == 2
     harness.store("gh")
     gone = [letters for letters in ("ef", "mn") if harness.acquire(letters).ready_blocks < 2]
@@ -66,3 +68,11 @@ def test_of_two_victims_the_one_worth_less_goes_where_the_disk_is_slow(
     monkeypatch.setattr(policy.clean, "victim_worth", lambda: clean)
     monkeypatch.setattr(policy.dirty, "victim_worth", lambda: dirty)
     assert what_left(harness) == leaves
+
+
+@pytest.mark.parametrize(("clean", "dirty", "leaves"), [(LOW, NORMAL, "ef"), (NORMAL, HIGH, "ef"), (HIGH, LOW, "mn")])
+def test_of_two_victims_the_one_of_lower_priority_goes_where_the_disk_is_slow(
+    clean: int, dirty: int, leaves: str
+) -> None:
+    assert what_left(one_cold(0.5), (clean, dirty)) == leaves
+    assert what_left(DiskHarness(8), (clean, dirty)) == "ef"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from prefixcache.core import invariants
 from prefixcache.core.policy.ages import age_bins
+from prefixcache.core.policy.prioritised import Prioritised
 from prefixcache.core.policy.tree_gittins import FAMILIES, TreeGittins, class_of_new, class_seen_again
 from prefixcache.core.radix import Node, subtree
 from prefixcache.sim.replay import Cache, SimulatedWorker
@@ -22,8 +23,9 @@ story = st.lists(st.tuples(st.text("abc", min_size=1, max_size=7), gaps), min_si
 
 def tg_of(worker: SimulatedWorker) -> TreeGittins:
     policy = worker.planner.state.namespaces[1].policy
-    assert isinstance(policy, TreeGittins)
-    return policy
+    assert isinstance(policy, Prioritised)
+    assert isinstance(policy.policy, TreeGittins)
+    return policy.policy
 
 
 @dataclass

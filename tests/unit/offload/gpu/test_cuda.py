@@ -1,7 +1,5 @@
 """Pools on a CUDA device, against a driver that is not there (see fake_cuda for the faults it makes)."""
 
-import contextlib
-import gc
 import os
 import subprocess
 import sys
@@ -29,6 +27,7 @@ from prefixcache_offload.gpu import driver as driver_module
 from prefixcache_offload.memory import Memory, _Raw
 from prefixcache_offload.pool import HostPool
 from tests.unit.offload.gpu.fake_cuda import NAMES, FakeCuda, real
+from tests.unit.offload.gpu.leaks import memory_files, memory_files_in_use
 
 MIB = 1 << 20
 SIZE = 4 * MIB
@@ -74,23 +73,8 @@ def open_pool(device: str = "cuda:0", size: int = SIZE, min_bytes: int = SIZE) -
     return open_device_pool(device, size, context=PoolContext(3, MIB, min_bytes))
 
 
-def descriptors() -> int:
-    """How many memory files are open here, but for those of garbage."""
-    gc.collect()
-    return memory_files()
-
-
-def memory_files() -> int:
-    """How many memory files are open here."""
-    links = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return sum("memfd:" in link for link in links)
-
-
 def test_memory_is_made_exported_and_given_back_in_order(cuda: FakeCuda) -> None:
-    before = descriptors()
+    before = memory_files_in_use()
     pool = open_pool()
     assert (pool.device, pool.device_uuid, pool.size_bytes) == ("cuda:0", NAMES[0], SIZE)
     assert cuda.calls[-len(BY_DESCRIPTOR) :] == BY_DESCRIPTOR
@@ -103,7 +87,7 @@ def test_memory_is_made_exported_and_given_back_in_order(cuda: FakeCuda) -> None
     assert [name for name in cuda.calls if name in CLOSING] == CLOSING
     assert cuda.calls[-1] == "cuDevicePrimaryCtxRelease"
     assert cuda.held() == {}
-    assert descriptors() == before
+    assert memory_files_in_use() == before
     pool.close()
 
 
@@ -168,7 +152,7 @@ def test_no_failure_of_any_call_leaves_anything_behind(monkeypatch: pytest.Monke
         put(monkeypatch, cuda)
         open_pool().close()
 
-    before, outcomes = descriptors(), Counter[str]()
+    before, outcomes = memory_files_in_use(), Counter[str]()
     for cuda, what in every_failure(lambda: FakeCuda(by_descriptor=by_descriptor), act):
         try:
             act(cuda)
@@ -177,7 +161,7 @@ def test_no_failure_of_any_call_leaves_anything_behind(monkeypatch: pytest.Monke
         else:
             outcomes["opened"] += 1
         assert cuda.held() == {}, what
-        assert memory_files() == before or descriptors() == before, what
+        assert memory_files() == before or memory_files_in_use() == before, what
     assert set(outcomes) == {"out_of_memory", "not_supported", "driver_error", "device_lost", "opened"}
 
 
@@ -191,14 +175,14 @@ def test_no_failure_of_an_import_leaves_anything_behind(monkeypatch: pytest.Monk
         put(monkeypatch, cuda)
         import_device_pool(export, export.fds, "cuda:0").close()
 
-    before, reasons = descriptors(), set()
+    before, reasons = memory_files_in_use(), set()
     for cuda, what in every_failure(FakeCuda, act):
         try:
             act(cuda)
         except DeviceError as error:
             reasons.add(error.reason)
         assert cuda.held() == {}, what
-        assert memory_files() == before or descriptors() == before, what
+        assert memory_files() == before or memory_files_in_use() == before, what
     assert reasons >= {DeviceReason.BAD_EXPORT, DeviceReason.LOST, DeviceReason.OUT_OF_MEMORY}
     pool.close()
 
@@ -343,7 +327,7 @@ def test_a_batch_that_fails_half_way_ends_after_its_first_copies(cuda: FakeCuda,
 
 @pytest.mark.parametrize("where", ["cuEventCreate", "cuMemcpyHtoDAsync", "cuEventRecord", "cuEventSynchronize"])
 def test_a_device_lost_in_mid_copy_ends_the_pool_and_leaks_nothing(cuda: FakeCuda, host: HostPool, where: str) -> None:
-    before = descriptors()
+    before = memory_files_in_use()
     pool = open_pool()
     cuda.fail(where, "CUDA_ERROR_ECC_UNCORRECTABLE")
     ticket = pool.copy_in(host, [0], [0], 4096)
@@ -356,7 +340,7 @@ def test_a_device_lost_in_mid_copy_ends_the_pool_and_leaks_nothing(cuda: FakeCud
         stream.clear()  # the device is gone, and what was in flight with it
     pool.close()
     assert cuda.held() == {}
-    assert descriptors() == before
+    assert memory_files_in_use() == before
 
 
 WORKER = """

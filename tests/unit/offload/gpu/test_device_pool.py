@@ -1,6 +1,5 @@
 """A device pool and its import, on the device "cpu": the code that a CUDA device runs, but for the driver's calls."""
 
-import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from prefixcache_offload.gpu import queue as queue_module
 from prefixcache_offload.gpu.standin import StandInMemory
 from prefixcache_offload.mapping import Bytes
 from prefixcache_offload.pool import HostPool
+from tests.unit.offload.gpu.leaks import copy_threads, memory_files_in_use
 from tests.unit.offload.test_prefault import MIB
 
 CONTEXT = PoolContext(pool_id=3, slab_bytes=MIB)
@@ -111,7 +111,7 @@ def test_a_worker_keeps_its_import_when_the_pool_goes(host: HostPool, pool: Devi
 def test_a_lying_peer_is_refused_and_nothing_leaks(pool: DevicePool) -> None:
     export = pool.export()
     small = memfd.create("small", 8192)
-    before = len(os.listdir("/proc/self/fd"))
+    before = memory_files_in_use()
     bigger = PoolExport(PoolDescriptor(3, "gpu", 4 * MIB, MIB, writable=False), HandleKind.MEMFD)
     cases: list[tuple[PoolExport, tuple[int, ...], str, DeviceReason]] = [
         (export, (small, export.fds[1]), "cpu", DeviceReason.BAD_EXPORT),
@@ -124,7 +124,7 @@ def test_a_lying_peer_is_refused_and_nothing_leaks(pool: DevicePool) -> None:
         with pytest.raises(DeviceError) as refused:
             import_device_pool(announced, fds, device)
         assert refused.value.reason is reason
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert memory_files_in_use() == before
     os.close(small)
 
 
@@ -147,8 +147,7 @@ def test_sizes_are_whole_granules(host: HostPool) -> None:
 def test_closing_finishes_or_ends_every_ticket_and_leaves_no_descriptor(
     host: HostPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gc.collect()
-    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    before, threads = memory_files_in_use(), copy_threads()
     gate = threading.Event()
     pool = open_device_pool("cpu", 2 * MIB, context=CONTEXT)
     copy = StandInMemory.start
@@ -175,7 +174,7 @@ def test_closing_finishes_or_ends_every_ticket_and_leaves_no_descriptor(
     pool.close()
     with pytest.raises(ValueError, match="closed"):
         pool.export()
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (before, threads)
+    assert (memory_files_in_use(), copy_threads()) == (before, threads)
 
 
 def test_an_error_of_one_batch_is_its_own(host: HostPool, pool: DevicePool, monkeypatch: pytest.MonkeyPatch) -> None:

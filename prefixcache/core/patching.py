@@ -15,12 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixcache.core.events import ReserveRequested
-from prefixcache.core.ids import NO_SLOT
+from prefixcache.core.ids import NO_SLOT, Rows
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.policy.base import UNKNOWN_BIRTH
 from prefixcache.core.radix import ROW_DTYPE, Path
 from prefixcache.core.reasons import Skip
 from prefixcache.core.table import NORMAL
+
+Mask = NDArray[np.bool_]
 
 
 class Plan:
@@ -51,8 +53,7 @@ class Plan:
 def plan_patches(event: ReserveRequested, space: Namespace, path: Path, visible: int, plan: Plan) -> None:
     """Sorts the visible blocks of a path from `from_block` on: what of them is filled, what is skipped and why."""
     count = visible - event.from_block
-    mask = event.part_mask & space.all_mask
-    parts = [part for part in range(len(space.strides)) if mask >> part & 1]
+    parts = [part for part in range(len(space.strides)) if event.part_mask >> part & 1]
     if not space.cold_blocks and not any(part in space.optional_parts for part in parts):
         plan.skip(Skip.ALREADY_STORED, count)
         return
@@ -60,19 +61,11 @@ def plan_patches(event: ReserveRequested, space: Namespace, path: Path, visible:
     cold = space.table.cold[rows] if space.cold_blocks else np.zeros(count, np.bool_)
     lacking = {part: space.table.parts[part].slots[rows] == NO_SLOT for part in parts}
     refused = np.zeros(count, np.bool_)
-    if mask & space.full_mask != space.full_mask and cold.any():
-        for part in parts:
+    if event.part_mask & space.full_mask != space.full_mask:
+        for part, lacks in lacking.items():
             refused |= cold & space.lacks(part, rows)
-            lacking[part] &= ~cold
-    taken = np.zeros(count, np.bool_)
-    for part, lacks in lacking.items():
-        if lacks.any() and (others := _filled_by_others(space, part)):
-            busy = lacks & np.isin(rows, np.fromiter(others, np.uint32))
-            taken |= busy
-            lacks &= ~busy
-    if taken.any():
-        for lacks in lacking.values():
-            lacks &= ~(taken & cold)
+            lacks &= ~cold
+    taken = _leave_to_others(space, rows, cold, lacking)
     wanted = np.logical_or.reduce(list(lacking.values()))
     plan.patch_rows = rows[wanted]
     plan.patch_blocks = (event.from_block + np.flatnonzero(wanted)).astype(np.uint32)
@@ -81,6 +74,21 @@ def plan_patches(event: ReserveRequested, space: Namespace, path: Path, visible:
     plan.skip(Skip.BEING_WRITTEN, int(np.count_nonzero(busy)))
     plan.skip(Skip.PARTS_MISSING, int(np.count_nonzero(refused)))
     plan.skip(Skip.ALREADY_STORED, int(np.count_nonzero(~wanted & ~refused & ~busy)))
+
+
+def _leave_to_others(space: Namespace, rows: Rows, cold: Mask, lacking: dict[int, Mask]) -> Mask:
+    """Takes out of `lacking` what others fill (of a cold block then everything); bool[n]: blocks of which that is some
+    part."""
+    taken = np.zeros(len(rows), np.bool_)
+    for part, lacks in lacking.items():
+        if lacks.any() and (others := _filled_by_others(space, part)):
+            busy = lacks & np.isin(rows, np.fromiter(others, np.uint32))
+            taken |= busy
+            lacks &= ~busy
+    if taken.any():
+        for lacks in lacking.values():
+            lacks &= ~(taken & cold)
+    return taken
 
 
 def _filled_by_others(space: Namespace, part: int) -> set[int]:

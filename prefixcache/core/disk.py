@@ -94,11 +94,21 @@ class Disk:
             self.lose(space, part, rows)
 
     def live_in(self, segment: Segment) -> list[tuple[Namespace, int, Rows, Places]]:
-        """The records of a segment that are still the table's."""
+        """The records of a segment that are still the table's, one entry per namespace and part.
+
+        What moved on is dropped from the segment's list: it can only come back by `place`, which enters it anew."""
+        by_part: dict[tuple[int, int], list[tuple[Namespace, int, Rows, Places]]] = {}
+        for piece in segment.pieces:
+            by_part.setdefault((piece[0].number, piece[1]), []).append(piece)
         found = []
-        for space, part, rows, pages in segment.pieces:
+        for pieces in by_part.values():
+            space, part, rows, pages = pieces[0]
+            if len(pieces) > 1:
+                rows = np.concatenate([each[2] for each in pieces])
+                pages = np.concatenate([each[3] for each in pieces])
             column = space.table.parts[part]
             same = (column.segments[rows] == segment.number) & (column.pages[rows] == pages)
             if same.any():
                 found.append((space, part, rows[same], pages[same]))
+        segment.pieces = list(found)
         return found

@@ -24,7 +24,10 @@ from prefixcache.core.spec import DiskSpec
 from prefixcache.core.state import State
 
 _LOOKED_AT = 8  # oldest segments compared with each other
+_AT_ONCE = 3  # looked at in one step at most: all calls wait meanwhile
 _MOST_KEPT = 0.6  # of a segment; beyond it only what must stay is kept
+
+_Alone = dict[Node, NDArray[np.bool_]]
 
 
 class _Fate:
@@ -45,21 +48,46 @@ class Freer:
         self.remover = remover
         self.spec = spec
         self.freeing: dict[int, tuple[Records, ...]] = {}
+        # What would be kept of a segment, with and without mercy, when last looked at; looked at longest ago first.
+        self._kept_bytes: dict[int, tuple[int, int]] = {}
+
+    def look_ahead(self) -> None:
+        """Where the next write may need room, finds out ahead of need which segment is best freed, a segment a call."""
+        if self.state.disk.room_bytes < 2 * self.spec.segment_bytes and (oldest := self._oldest()):
+            self._compare(oldest, at_once=1)
 
     def make_room(self, out: list[Command]) -> None:
         """Begins to free a segment if the cap leaves no room for another one."""
-        disk = self.state.disk
-        if self.freeing or not disk.writes_on or not disk.recovered or disk.room_bytes >= self.spec.segment_bytes:
+        if self.state.disk.room_bytes >= self.spec.segment_bytes or not (oldest := self._oldest()):
             return
+        if not all(each.number in self._kept_bytes for each in oldest):
+            self._compare(oldest, at_once=_AT_ONCE)
+        known = [each for each in oldest if each.number in self._kept_bytes]
+        best = min(known, key=lambda each: self._kept_bytes[each.number][0])
+        mercy = self._kept_bytes[best.number][0] <= _MOST_KEPT * self.spec.segment_bytes
+        if not mercy:
+            best = min(known, key=lambda each: self._kept_bytes[each.number][1])
+        self._begin(_fate(best, self._alone_in(best), mercy=mercy), out)
+
+    def _oldest(self) -> list[Segment]:
+        """Those that may be freed, oldest first; none where nothing can be freed now."""
+        disk = self.state.disk
+        if self.freeing or not disk.writes_on or not disk.recovered:
+            return []
         newest = max(disk.segments, default=0)
         free = [each for each in disk.segments.values() if each.number != newest and not each.reads]
-        oldest = sorted(free, key=lambda each: each.number)[:_LOOKED_AT]
-        if not oldest:
-            return
-        fate = min((self._fate(each, mercy=True) for each in oldest), key=lambda each: each.kept_bytes)
-        if fate.kept_bytes > _MOST_KEPT * self.spec.segment_bytes:
-            fate = min((self._fate(each, mercy=False) for each in oldest), key=lambda each: each.kept_bytes)
-        self._begin(fate, out)
+        return sorted(free, key=lambda each: each.number)[:_LOOKED_AT]
+
+    def _compare(self, oldest: list[Segment], at_once: int) -> None:
+        """Looks at those never looked at, `at_once` of them at most, else again at the one seen longest ago."""
+        numbers = {each.number for each in oldest}
+        known = self._kept_bytes = {n: kept for n, kept in self._kept_bytes.items() if n in numbers}
+        new = [each.number for each in oldest if each.number not in known][:at_once]
+        for number in new or [next(iter(known))]:
+            known.pop(number, None)
+            segment = self.state.disk.segments[number]
+            alone = self._alone_in(segment)
+            known[number] = _fate(segment, alone, mercy=True).kept_bytes, _fate(segment, alone, mercy=False).kept_bytes
 
     def done(self, event: SegmentFreed, out: list[Command]) -> None:
         """A segment is gone, or stays."""
@@ -161,38 +189,45 @@ class Freer:
             if node.rank != NOT_QUEUED:
                 space.policy.retick_leaf(node, space.tail_tick(node))
 
-    def _fate(self, segment: Segment, *, mercy: bool) -> _Fate:
-        """What would happen to what only it holds. mercy: what was hit is kept."""
-        fate = _Fate(segment)
-        here: dict[Node, NDArray[np.bool_]] = {}
+    def _alone_in(self, segment: Segment) -> _Alone:
+        """What only this segment holds: which places of which nodes."""
+        here: _Alone = {}
         for space, part, rows, _ in self.state.disk.live_in(segment):
             index = space.tree.index
             assert index is not None
+            marked = np.zeros(space.table.high_water, np.bool_)
+            marked[rows] = True
             for number in np.unique(index.numbers(rows)).tolist():
                 node = index.by_number[number]
                 if node.state == DETACHED:
                     continue
-                mine = np.isin(node.row_array(), rows)
+                mine = marked[node.row_array()]
                 if not node.cold:  # a part that was not asked for when the others were loaded
                     mine &= space.table.parts[part].slots[node.row_array()] == NO_SLOT
                 if mine.any():
                     here[node] = here.get(node, False) | mine
-        gone: set[Node] = set()
-        for node in sorted(here, key=lambda each: -each.start):
-            if node.cold:
-                cut = _cut(node, here[node], gone, mercy=mercy)
-                if cut < node.count:
-                    fate.tails.append((node, cut))
-                if not cut:
-                    gone.add(node)
-                kept = np.flatnonzero(here[node][:cut])
-            else:
-                kept = np.flatnonzero(here[node] & _stays(node, mercy=mercy))
-            if len(kept):
-                fate.kept.append((node, kept))
-                assert node.space is not None
-                fate.kept_bytes += len(kept) * sum(part.size_bytes for part in node.space.spec.parts)
-        return fate
+        return here
+
+
+def _fate(segment: Segment, here: _Alone, *, mercy: bool) -> _Fate:
+    """What would happen to what only the segment holds. mercy: what was hit is kept."""
+    fate = _Fate(segment)
+    gone: set[Node] = set()
+    for node in sorted(here, key=lambda each: -each.start):
+        if node.cold:
+            cut = _cut(node, here[node], gone, mercy=mercy)
+            if cut < node.count:
+                fate.tails.append((node, cut))
+            if not cut:
+                gone.add(node)
+            kept = np.flatnonzero(here[node][:cut])
+        else:
+            kept = np.flatnonzero(here[node] & _stays(node, mercy=mercy))
+        if len(kept):
+            fate.kept.append((node, kept))
+            assert node.space is not None
+            fate.kept_bytes += len(kept) * sum(part.size_bytes for part in node.space.spec.parts)
+    return fate
 
 
 def _stays(node: Node, *, mercy: bool) -> NDArray[np.bool_]:

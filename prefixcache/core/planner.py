@@ -178,6 +178,7 @@ class Planner:
         assert self.demoter is not None
         assert self.freer is not None
         self.demoter.done(event, out)
+        self.freer.look_ahead()
         self.freer.make_room(out)
         if (event.ends == events.WriteEnd.OK).all():  # else it would be asked again and again
             self.demoter.refill(now, out)

@@ -138,7 +138,7 @@ def rows_of_joined_nodes_lost(patch: Patch) -> None:
 
 
 def orders_of_leaves_mixed_up(patch: Patch) -> None:
-    patch.setattr(Demoter, "_reorder", lambda self, space, rows: None)
+    patch.setattr(Remover, "reorder", lambda self, space, rows: None)
     patch.setattr(TieredLeaves, "retick_leaf", lambda self, node, tick: self._side(node).retick_leaf(node, tick))
 
 

@@ -92,7 +92,7 @@ class Simulator:
         self.executor = Executor(self.memories, self.rng)
         self.now = 0.0
         self.history: list[tuple[float, Event, list[Command]]] = []
-        self.dirty, self.subtree_left = True, False
+        self.dirty, self.cut_off = True, False
         self.next_id = 0
         self.workers: list[Worker] = []
         self.visible: dict[int, set[bytes]] = {}
@@ -560,7 +560,7 @@ class Simulator:
 
     def send(self, event: Event) -> list[Command]:
         """Hands an event to the planner and does what it answers."""
-        self.dirty, self.subtree_left = True, False
+        self.dirty, self.cut_off = True, False
         commands: list[Command] = []
         self.history.append((self.now, event, commands))
         before = {number: set(keys) for number, keys in self.visible.items()} if self.pins.live else {}
@@ -634,14 +634,14 @@ class Simulator:
                 raise SimError("what was cleared came back from disk")
             cleared -= keys
         elif event.change is Change.REMOVED:
-            if not keys <= visible and not self.subtree_left:
+            if not keys <= visible and not self.cut_off:
                 raise SimError("removed what was not there")
             self.pins.removed(event.namespace, keys)
             visible -= keys
         else:
             # A subtree left: what it held is read off the tree, which `check` compares with everything else. That is
             # the tree after the event, so what the same event removes behind this is not in sight any more.
-            self.subtree_left = True
+            self.cut_off = True
             self.visible[event.namespace] &= audit.stored_keys(self.planner.state.namespaces[event.namespace])
 
     def _publish_copies(self, event: Published) -> None:

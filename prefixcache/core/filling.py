@@ -209,7 +209,7 @@ class Filling:
         rows = node.row_array()
         for part, slots in reservation.slots.items():
             mine = slots[first : first + count]
-            if part in space.patching:
+            if part in space.optional_parts:
                 here = mine != NO_SLOT
                 space.table.place(part, rows[here], mine[here], reservation.generation)
             else:

@@ -13,9 +13,10 @@ import numpy as np
 
 from prefixcache.core.commands import Command
 from prefixcache.core.events import ReserveRequested
-from prefixcache.core.granting import Granting, Plan
+from prefixcache.core.granting import Granting
 from prefixcache.core.ids import KEY_BYTES, Slots
 from prefixcache.core.namespaces import ForeignIndex, Namespace
+from prefixcache.core.patching import Plan
 from prefixcache.core.radix import FILLING, NOT_QUEUED, ROW_DTYPE, VISIBLE, Node
 from prefixcache.core.reasons import Kind, Refusal, Skip
 from prefixcache.core.room import RoomMaker

@@ -111,6 +111,7 @@ class Freer:
                     self.state.stats.disk_drops[DiskDrop.LOST] += len(rows)
                 else:
                     self._forget_cold(space, rows, out)
+                self.remover.reorder(space, rows)  # what came back to memory meanwhile is only there now
             del disk.segments[event.segment]
 
     def _settle(

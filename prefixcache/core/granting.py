@@ -17,6 +17,7 @@ from prefixcache.core.commands import Command, Grant, Reserved, SetGenerations
 from prefixcache.core.events import ReserveRequested
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Slots
 from prefixcache.core.namespaces import Namespace
+from prefixcache.core.patching import Plan, plan_patches
 from prefixcache.core.policy.base import UNKNOWN_BIRTH, Birth
 from prefixcache.core.radix import (
     FILLING,
@@ -35,32 +36,7 @@ from prefixcache.core.removal import Remover
 from prefixcache.core.reservations import Reservation
 from prefixcache.core.room import RoomMaker
 from prefixcache.core.state import Session, State
-from prefixcache.core.table import HIGH, NORMAL
-
-
-class Plan:
-    """What a Reserve may get: which visible blocks lack which optional parts, and how many new blocks follow."""
-
-    __slots__ = (
-        "birth", "fresh_from", "fresh_keys", "fresh_parts", "fresh_want", "patch_blocks", "patch_parts", "patch_rows",
-        "priority", "skipped",
-    )  # fmt: skip
-
-    def __init__(self, priority: int = NORMAL) -> None:
-        self.priority = priority
-        self.skipped: Counter[Skip] = Counter()
-        self.patch_blocks: NDArray[np.uint32] = np.empty(0, np.uint32)
-        self.patch_rows: NDArray[np.uint32] = np.empty(0, np.uint32)
-        self.patch_parts: dict[int, NDArray[np.bool_]] = {}  # part -> bool[patches]: is wanted there
-        self.fresh_from = 0
-        self.fresh_want = 0
-        self.fresh_keys = b""  # of policies that remember only, as is `birth`
-        self.birth = UNKNOWN_BIRTH
-        self.fresh_parts: list[int] = []
-
-    def skip(self, reason: Skip, blocks: int) -> None:
-        if blocks > 0:
-            self.skipped[reason] += blocks
+from prefixcache.core.table import HIGH
 
 
 class Granting:
@@ -106,7 +82,7 @@ class Granting:
                 pin.holder = reservation.pins
             reservation.pins += hold
             reservation.patch_rows = plan.patch_rows[:patches]
-            for part in set(plan.patch_parts) & set(space.patching):
+            for part in set(reservation.slots) & set(space.patching):
                 chosen = plan.patch_rows[:patches][reservation.slots[part][:patches] != NO_SLOT]
                 space.patching[part].update(chosen.tolist())
         else:
@@ -204,7 +180,7 @@ class Granting:
         key_blocks = len(event.keys) // KEY_BYTES
         mask = event.part_mask & space.all_mask
         if visible > event.from_block:
-            self._plan_patches(event, space, path, visible, plan)
+            plan_patches(event, space, path, visible, plan)
         plan.skip(Skip.BEING_WRITTEN, path.blocks - max(visible, event.from_block))
         plan.fresh_from = max(path.blocks, event.from_block)
         missing = key_blocks - plan.fresh_from
@@ -230,48 +206,11 @@ class Granting:
         used = space.table.used + more
         return used > most and (not space.on_disk or used - space.table.recorded_count > most)
 
-    def _plan_patches(self, event: ReserveRequested, space: Namespace, path: Path, visible: int, plan: Plan) -> None:
-        """Visible blocks may lack parts of sliding and state groups; those can be filled in."""
-        count = visible - event.from_block
-        parts = [part for part in space.optional_parts if event.part_mask >> part & 1]
-        if not parts:
-            plan.skip(Skip.ALREADY_STORED, count)
-            return
-        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)[event.from_block : visible]
-        lacking = {}
-        taken = np.zeros(count, np.bool_)
-        for part in parts:
-            lacks = space.lacks(part, rows)
-            if space.patching[part] and lacks.any():
-                busy = lacks & np.isin(rows, np.fromiter(space.patching[part], np.uint32))
-                taken |= busy
-                lacks &= ~busy
-            lacking[part] = lacks
-        wanted = np.logical_or.reduce(list(lacking.values()))
-        refused = np.zeros(count, np.bool_)
-        if space.cold_blocks and (cold := wanted & space.table.cold[rows]).any():
-            # What is on disk only gets a further part together with its full ones, which brings it back to memory.
-            if event.part_mask & space.full_mask == space.full_mask:
-                lacking.update(dict.fromkeys(space.full_parts, cold))
-            else:
-                refused = cold
-        wanted &= ~refused
-        plan.patch_rows = rows[wanted]
-        plan.patch_blocks = (event.from_block + np.flatnonzero(wanted)).astype(np.uint32)
-        plan.patch_parts = {part: lacks[wanted] for part, lacks in lacking.items() if lacks[wanted].any()}
-        busy = taken & ~wanted & ~refused
-        plan.skip(Skip.BEING_WRITTEN, int(np.count_nonzero(busy)))
-        plan.skip(Skip.PARTS_MISSING, int(np.count_nonzero(refused)))
-        plan.skip(Skip.ALREADY_STORED, int(np.count_nonzero(~wanted & ~refused & ~busy)))
-
     def _allocate(self, space: Namespace, plan: Plan, out: list[Command]) -> tuple[dict[int, Slots], int, int]:
         """Slots for patches and fresh blocks: (slots by part over both, patches granted, fresh blocks granted)."""
-        patches = len(plan.patch_blocks)
         patch_slots = self._allocate_patches(space, plan, out)
-        if patch_slots is None:
-            plan.skip(Skip.POOL_FULL, patches)
-            plan.patch_parts, patches = {}, 0
-            patch_slots = {}
+        patches = len(next(iter(patch_slots.values()))) if patch_slots else 0
+        plan.skip(Skip.POOL_FULL, len(plan.patch_blocks) - patches)
         fresh_slots: dict[int, Slots] = {}
         if plan.fresh_want:
             fresh_slots = self._allocate_fresh(space, plan, out)
@@ -300,18 +239,25 @@ class Granting:
             policy.refused(space, refused, plan.birth)
         return slots
 
-    def _allocate_patches(self, space: Namespace, plan: Plan, out: list[Command]) -> dict[int, Slots] | None:
-        """All patches or none: they are few, and half of one is of no use."""
-        slots: dict[int, Slots] = {}
+    def _allocate_patches(self, space: Namespace, plan: Plan, out: list[Command]) -> dict[int, Slots]:
+        """Slots by part for as many of the leading patches as have all they want."""
+        alike: dict[bytes, list[int]] = {}
         for part, wanted in plan.patch_parts.items():
-            count = int(np.count_nonzero(wanted))
-            got = self.room.allocate(space, [part], count, out)[part]
-            slots[part] = np.full(len(wanted), NO_SLOT, np.uint32)
-            slots[part][np.flatnonzero(wanted)[: len(got)]] = got
-            if len(got) < count:
-                for taken in slots.values():
-                    self.remover.release_slots(taken[taken != NO_SLOT])
-                return None
+            alike.setdefault(wanted.tobytes(), []).append(part)
+        got: dict[int, Slots] = {}
+        most = len(plan.patch_blocks)
+        for parts in alike.values():
+            places = np.flatnonzero(plan.patch_parts[parts[0]])
+            got.update(self.room.allocate(space, parts, len(places), out))
+            if len(got[parts[0]]) < len(places):
+                most = min(most, int(places[len(got[parts[0]])]))
+        slots: dict[int, Slots] = {}
+        for part, granted in got.items():
+            places = np.flatnonzero(plan.patch_parts[part][:most])
+            self.remover.release_slots(granted[len(places) :])
+            if len(places):
+                slots[part] = np.full(most, NO_SLOT, np.uint32)
+                slots[part][places] = granted[: len(places)]
         return slots
 
     def _graft(self, reservation: Reservation, path: Path, keys: bytes, fresh: int) -> Node:

@@ -214,9 +214,9 @@ def _check_rows(view: _View, state: State) -> None:
 
 def _check_patches(space: Namespace, state: State) -> None:
     """What is marked as being patched is exactly what open reservations patch."""
-    if not space.optional_parts:
+    if not space.patching:
         return
-    expected: dict[int, list[int]] = {part: [] for part in space.optional_parts}
+    expected: dict[int, list[int]] = {part: [] for part in space.patching}
     for reservation in state.reservations.values():
         if reservation.space is not space or reservation.expired:
             continue

@@ -17,7 +17,6 @@ from prefixcache.core.events import ReadEnd, RecordsRead
 from prefixcache.core.ids import NO_SLOT, Rows
 from prefixcache.core.loading import Loader
 from prefixcache.core.loads import Load
-from prefixcache.core.namespaces import Namespace
 from prefixcache.core.nodes import run_in
 from prefixcache.core.radix import DETACHED, Node
 from prefixcache.core.reasons import DiskDrop, Kind, Refusal
@@ -119,7 +118,7 @@ class Lander:
             else:
                 self._give_back(load, which)
                 if verdict == _LOSE:
-                    self._lose(load.space, load.rows[which], out)
+                    self._lose(load, load.rows[which], out)
             load.front = which.stop
 
     def _verdicts(self, load: Load, which: slice) -> NDArray[np.uint8]:
@@ -197,12 +196,19 @@ class Lander:
         if cold:
             self.remover.settle_warm(space, node)
 
-    def _lose(self, space: Namespace, rows: Rows, out: list[Command]) -> None:
-        """Records that will never be read: their blocks leave, and all that follows them."""
+    def _lose(self, load: Load, rows: Rows, out: list[Command]) -> None:
+        """Records that will never be read: their blocks leave, and all that follows them; of what a worker stored again
+        meanwhile only the records."""
+        space = load.space
         self.state.stats.disk_drops[DiskDrop.LOST] += len(rows)
         index = space.tree.index
         assert index is not None
-        for row in rows.tolist():
+        again = ~space.table.cold[rows] if space.has_full else np.zeros(len(rows), np.bool_)
+        for row in rows[~again].tolist():
             node = index.node_of(row)
             if node is not None and node.state != DETACHED:
                 self.remover.forget_block(space, node, row, out)
+        if again.any():
+            for part in set(load.slots) & set(space.full_parts):
+                self.remover.lose_records(space, part, rows[again], out)
+            self.remover.reorder(space, rows[again])

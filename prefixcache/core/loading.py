@@ -17,6 +17,7 @@ from prefixcache.core.leases import Lease
 from prefixcache.core.loads import Load, Mask, Wish
 from prefixcache.core.meter import ReadMeter
 from prefixcache.core.namespaces import Namespace
+from prefixcache.core.policy.tiered import TieredLeaves
 from prefixcache.core.radix import ROW_DTYPE, Path, Pin, node_at
 from prefixcache.core.reasons import Miss
 from prefixcache.core.removal import Remover
@@ -149,6 +150,8 @@ class Loader:
     def _choose(self, event: AcquireRequested, space: Namespace, plan: _Plan, wish: Wish) -> None:
         """Shortens the wish to what comes in time, if that beats computing."""
         survey, base = plan.survey, plan.base
+        computes_s = event.recompute_s_per_token * space.block_tokens
+        self._weigh(space, computes_s)
         if not self.state.disk.reads_on:
             wish.cut(base, Miss.TIER_OFF)
             return
@@ -157,7 +160,6 @@ class Loader:
         plan.allow(wish, plan.possible, Miss.DEADLINE)
         plan.allow(wish, size <= self.spec.loading_bytes - self.meter.pending_bytes, Miss.POOL_FULL)
         plan.allow(wish, arrives <= event.deadline_s, Miss.DEADLINE)
-        computes_s = event.recompute_s_per_token * space.block_tokens
         if computes_s and wish.end > base:
             # Everything behind what is in memory would be computed instead.
             lengths = np.arange(survey.first + 1, survey.end + 1)
@@ -166,6 +168,13 @@ class Loader:
             wish.cut(best, Miss.SLOWER_THAN_RECOMPUTE)
         if wish.end > base:
             wish.eta_s = float(arrives[wish.end - survey.first - 1])
+
+    def _weigh(self, space: Namespace, computes_s: float) -> None:
+        """Whether what is on disk is so quickly back that it should leave memory first: faster than this worker
+        computes a block."""
+        if isinstance(space.policy, TieredLeaves):
+            loads_s = _MARGIN * space.block_bytes / self.meter.bytes_per_s
+            space.policy.clean_first = self.state.disk.reads_on and (not computes_s or loads_s <= computes_s)
 
     def _try_one(self, plan: _Plan, now: float, out: list[Command]) -> None:
         """Loads one block that nobody waits for: nothing else would tell that the disk has become faster."""

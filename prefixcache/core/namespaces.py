@@ -89,7 +89,7 @@ class Namespace:
         self.optional_parts = tuple(p for p in range(len(spec.parts)) if not self.full_mask >> p & 1)
         self.full_parts = tuple(p for p in range(len(spec.parts)) if self.full_mask >> p & 1)
         self.windows = tuple(_window_blocks(group, spec.block_tokens) for group in spec.groups)
-        # Rows that reservations are filling the missing optional parts of, per part.
+        # Rows of visible blocks that reservations are filling a part of, per part that may be missing from memory.
         self.patching: dict[int, set[int]] = {part: set() for part in self.optional_parts}
         self.limbo: set[Node] = set()  # roots over cleared subtrees that leases still hold
         self.prefix_pins: dict[bytes, PrefixPin] = {}  # by last key, which names the whole prefix
@@ -107,6 +107,7 @@ class Namespace:
         self.tree.index = NodeIndex()
         self.table.use_disk()
         self.table.count_hits()
+        self.patching = {part: set() for part in range(len(self.strides))}
 
     def use_gpus(self, tiers: Iterable[GpuTier]) -> None:
         """Its blocks may have copies in these pools from now on. Only where every group is full."""

@@ -38,7 +38,7 @@ FLAVOURS: dict[str, tuple[list[int], list[str]]] = {
     "gpu_disk": ([0, 1], ["crash", "clear", "disk_trouble", "flush", "fail_part", "lose_device"]),
     "disk": ([0, 1, 0, 1, 2, 3, 4], ["crash"] * 2 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
     "disk_moves": ([0, 1], ["clear", "flush"]),
-    "disk_restarts": ([0, 1], ["crash"] * 3 + ["restart"] * 3 + ["clear", "session_trouble"]),
+    "disk_restarts": ([0, 1], ["crash"] * 3 + ["restart"] * 3 + ["clear", "flush"] * 3 + ["session_trouble"]),
     "disk_windows": ([2, 2, 3], ["crash"] * 5 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
 }
 

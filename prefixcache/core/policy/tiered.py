@@ -1,8 +1,11 @@
 """Two orders of leaves where there is a disk: those whose tail is on disk already, and the others.
 
-Rules: room is made from clean leaves first, because that loses nothing; within each of the two the policy decides, of
-which there is one instance each. Leaves are divided between them, blocks are told to both, so both know all there is
-to know. A block that leaves memory for the disk is evicted for them, one that comes back is stored again.
+Rules: where the disk brings a block back faster than it is computed (`clean_first`, told by the loader), room is made
+from clean leaves first, because that loses nothing. Where it does not, what is on disk is as good as gone, and the two
+are one order: of the two victims the one of lower priority goes, of equal ones the one that is worth less, at last the
+older, as without a disk; clean ones first would take what is hit most. Within each of the two the policy decides, of
+which there is one instance each. Leaves are divided between them, blocks are told to both, so both know all there is to
+know. A block that leaves memory for the disk is evicted for them, one that comes back is stored again.
 Which one has a leaf is in `Node.clean`: how many blocks off its tail are on disk, 0 for the other order.
 """
 
@@ -28,6 +31,7 @@ class TieredLeaves:
         self.dirty = make()
         self.both = (self.clean, self.dirty)
         self.clean_blocks = 0
+        self.clean_first = True  # until somebody says how long computing takes
         self._chosen = self.dirty
 
     @property
@@ -53,12 +57,15 @@ class TieredLeaves:
         node.clean = 0
 
     def victim(self) -> Node | None:
-        node = self.clean.victim()
+        clean = self.clean.victim()
         self._chosen = self.clean
-        if node is None:
-            node = self.dirty.victim()
-            self._chosen = self.dirty
-        return node
+        if clean is not None and self.clean_first:
+            return clean
+        dirty = self.dirty.victim()
+        if dirty is None or (clean is not None and self._goes_before(clean, dirty)):
+            return clean
+        self._chosen = self.dirty
+        return dirty
 
     def victim_worth(self) -> float:
         return self._chosen.victim_worth()
@@ -75,11 +82,11 @@ class TieredLeaves:
         return self.clean.leaf_count() + self.dirty.leaf_count()
 
     def expected(self, space: Namespace, keys: bytes, birth: Birth) -> Bids | None:
-        """Nothing stays out: what is worth little in memory may be worth its place on disk, which it reaches through
-        memory only."""
-        for policy in self.both:
-            policy.expected(space, keys, birth)
-        return None
+        """Nothing stays out where the disk is fast: what is worth little in memory may be worth its place on disk,
+        which it reaches through memory only."""
+        self.clean.expected(space, keys, birth)
+        bids = self.dirty.expected(space, keys, birth)
+        return None if self.clean_first else bids
 
     def refused(self, space: Namespace, keys: bytes, birth: Birth) -> None:
         for policy in self.both:
@@ -100,6 +107,13 @@ class TieredLeaves:
     def forgotten(self, space: Namespace, rows: Rows) -> None:
         for policy in self.both:
             policy.forgotten(space, rows)
+
+    def _goes_before(self, clean: Node, dirty: Node) -> bool:
+        """Which of the two victims goes, where both are as good as gone then."""
+        if clean.band != dirty.band:
+            return clean.band < dirty.band
+        worths = self.clean.victim_worth(), self.dirty.victim_worth()
+        return clean.tick <= dirty.tick if worths[0] == worths[1] else worths[0] < worths[1]
 
     def _side(self, node: Node) -> EvictionPolicy:
         return self.clean if node.clean else self.dirty

@@ -237,7 +237,7 @@ def test_a_clear_while_blocks_are_on_their_way_leaves_nothing() -> None:
 
 def test_blocks_stored_below_what_is_on_disk_join_it() -> None:
     harness = cold("abcd")
-    harness.store("abcdefgh")
+    harness.store("abcdefgh", from_block=4)
     acquired = harness.acquire("abcdefgh", deadline_s=WAIT)
     assert (acquired.planned_blocks, acquired.ready_blocks) == (8, 0)
     assert acquired.tokens == (0, 4 * TOKENS, 4 * TOKENS, 0)
@@ -257,7 +257,7 @@ def test_room_for_a_load_that_is_made_from_the_rest_of_its_path_is_counted_once(
     harness.flush()
     harness.store("zyxw")
     harness.send(ClearRequested(1, chain("z")))
-    harness.store("abcdef")  # below what is on disk, and nowhere else
+    harness.store("abcdef", from_block=2)  # below what is on disk, and nowhere else
     harness.take(WriteRecords)
     acquired = harness.acquire("abcdef", deadline_s=1.5)
     assert (acquired.planned_blocks, acquired.stop) == (1, Miss.DEADLINE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefixcache.core.policy.base import Bids, Birth
+from prefixcache.core.policy.tiered import TieredLeaves
 from prefixcache.core.policy.tree_gittins import TreeGittins
 from prefixcache.core.reasons import Skip
 from prefixcache.core.spec import DiskSpec
@@ -63,3 +64,16 @@ def test_nothing_stays_out_where_there_is_a_disk(monkeypatch: pytest.MonkeyPatch
     with_disk = Harness(slots=8, slab_slots=8, policy="tg", disk=DiskSpec())
     with_disk.store("abcdefgh")
     assert len(with_disk.reserve("uvwxyz").blocks) == 6
+
+
+def test_what_is_worth_little_stays_out_where_the_disk_is_slower_than_computing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TreeGittins, "expected", lambda self, space, keys, birth: Bids([0.0] * (len(keys) // 32)))
+    monkeypatch.setattr(TreeGittins, "victim_worth", lambda self: 5.0)
+    h = Harness(slots=8, slab_slots=8, policy="tg", disk=DiskSpec())
+    policy = h.planner.state.namespaces[1].policy
+    assert isinstance(policy, TieredLeaves)
+    policy.clean_first = False
+    h.store("abcdefgh")
+    assert h.reserve("uvwxyz").skipped == {Skip.NOT_WORTH_IT: 6}

@@ -44,14 +44,15 @@ class IdentityError(ValueError):
 class NamespaceIdentity:
     """What a namespace's KV bytes depend on.
 
-    `weights`: digest from prefixcache.identity.weights, 32 bytes. `weights_epoch`: 0, or a number for
-    weights that were changed in place (see epochs). `quantisation`: load-time quantisation of the weights, "none" or a
-    name with its settings. `compute_dtype`: what the layers run in; "" for the KV dtype. `k_scales`, `v_scales`: static scales of quantised KV, one per layer or
-    one for all, () for none; "dynamic" is refused. `codec`: the form in which blocks are kept, "raw" (also
-    "none"), "int8" or "int4"; `layout` is that of raw ones. `rope`, `config`: normal forms of the model's config.
-    `overrides`: what else an adapter changes, by name. `lora`: digest of the adapter's weights and settings, b"" for
-    none. `tenant`: a name that separates; a secret separates better (see keys.root_key).
-    `engine`: "" for token namespaces, the engine's name for one of kind `foreign`, whose keys are the engine's own.
+    `weights`: digest from prefixcache.identity.weights, 32 bytes. `weights_epoch`: 0, or a number for weights that
+    were changed in place (see epochs). `quantisation`: load-time quantisation of the weights, "none" or a name with
+    its settings. `compute_dtype`: what the layers run in; "" for the KV dtype. `k_scales`, `v_scales`: static scales
+    of quantised KV, one per layer or one for all, () for none; "dynamic" is refused. `codec`: the form in which
+    blocks are kept, "raw" (also "none"), "int8" or "int4"; `layout` is that of raw ones. `rope`, `config`: normal
+    forms of the model's config. `overrides`: what else an adapter changes, by name. `lora`: digest of the adapter's
+    weights and settings, b"" for none. `tenant`: a name that separates; a secret separates better (see
+    keys.root_key). `engine`: "" for token namespaces, the engine's name for one of kind `foreign`, whose keys are the
+    engine's own.
     """
 
     weights: bytes

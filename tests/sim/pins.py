@@ -45,11 +45,12 @@ class Kept:
 
 
 class Pins:
-    """`live`: what must be pinned now."""
+    """`live`: what must be pinned now, in the planner that runs."""
 
     def __init__(self, simulator: Simulator) -> None:
         self.sim = simulator
         self.live: dict[bytes, Kept] = {}
+        self.kept: dict[bytes, Kept] = {}  # while one planner is gone and the next one does not know them yet
         self.ended: set[bytes] = set()  # may or must be told to have ended, during the event under way
 
     # -- what somebody does --------------------------------------------------------------------------------------
@@ -144,17 +145,21 @@ class Pins:
             if kept.namespace == namespace and kept.deadline > self.sim.now and keys & set(split(kept.keys)):
                 raise SimError("a pinned block was evicted")
 
+    def stopped(self) -> None:
+        """The planner that knew them is gone; the next one knows of no pin until it is told of it."""
+        self.kept, self.live = self.live, {}
+
     def restarted(self) -> None:
         """A new planner: what is left of each pin is pinned anew."""
         sim = self.sim
-        for name, kept in list(self.live.items()):
+        kept_over, self.kept = self.kept, {}
+        for name, kept in kept_over.items():
             if kept.deadline <= sim.now:
-                del self.live[name]
                 continue
-            kept.hot = set()
             ttl_s = None if kept.deadline == FOREVER else kept.deadline - sim.now
             if not isinstance(self._reply(sim.send(PinRequested(name, kept.namespace, kept.keys, "", ttl_s))), Pinned):
                 raise SimError("a pin did not survive a restart")
+            self.live[name] = Kept(kept.namespace, kept.keys, kept.deadline)
 
     def check(self) -> None:
         state = self.sim.planner.state

@@ -1,6 +1,6 @@
 """What `bench disk` tells of a whole daemon: requests while blocks are being written, and the way back from disk.
 
-Another process stores prompts as fast as it is let, so that the daemon writes to its disk all the while; a worker
+Another process stores prompts at 1 GB/s, so that the daemon writes as much to its disk all the while; a worker
 acquires a prompt that is in memory, before and meanwhile, and the two 99th percentiles stand beside each other.
 Then prompts that are on disk only are acquired: until the first block is in the worker's tensor, beside one plain read
 of as many bytes from the same file system. It must not know how the tier alone is measured (`disk` does).
@@ -35,6 +35,7 @@ BLOCKS: Final = 8
 _HOST_PROMPTS: Final = 16
 _TIMEOUT_S: Final = 20.0
 _HOT, _FIRST = 1, 1000
+_STORED_PER_S: Final = 1e9  # bytes: as fast as it is let, the storing process would take the other core for itself
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -149,10 +150,12 @@ def store_for_ever(address: str, block_bytes: int) -> None:
     """Runs in a process of its own until it is killed."""
     blocks = _blocks(block_bytes)
     with Client(address, ClientOptions(timeout_s=_TIMEOUT_S, store_timeout_s=_TIMEOUT_S)) as client:
-        prompt = _FIRST
+        prompt, due = _FIRST, time.monotonic()
         while True:
             _store(client, prompt, blocks)
             prompt += 1
+            due = max(due + blocks.nbytes / _STORED_PER_S, time.monotonic() - 1.0)  # a second may be caught up with
+            time.sleep(max(0.0, due - time.monotonic()))
 
 
 # --- the way back -----------------------------------------------------------------------------------------------------

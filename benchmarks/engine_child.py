@@ -3,6 +3,7 @@
 Times are taken in the child, so that pipes do not count. The child is this file run as a program.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -187,12 +188,12 @@ class _Engine:
         self.connector_start_s += time.monotonic() - began
         original = PrefixCacheConnector.__init__
 
+        @functools.wraps(original)  # vLLM looks at the signature
         def timed(connector: Any, *arguments: Any) -> None:
             before = time.monotonic()
             original(connector, *arguments)
             self.connector_start_s += time.monotonic() - before
 
-        timed.__signature__ = __import__("inspect").signature(original)  # type: ignore[attr-defined] # vLLM looks
         PrefixCacheConnector.__init__ = timed
         if profile:
             self.profile = _Profile(PrefixCacheConnector)

@@ -203,12 +203,8 @@ class BlockTable:
 
     def release(self, rows: Rows) -> list[Slots]:
         """Gives rows back; answers the slots they held, per part (NO_SLOT where there was none)."""
-        held = []
+        held = self.take_slots(rows)
         for part in self.parts:
-            held.append(part.slots[rows])
-            part.slots[rows] = NO_SLOT
-            if self.unverified:
-                self.unverified -= int(np.count_nonzero(part.flags[rows] & UNVERIFIED))
             part.flags[rows] = 0
             if self.on_disk:
                 part.segments[rows] = NO_SEGMENT

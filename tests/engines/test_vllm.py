@@ -1,7 +1,7 @@
 """vLLM with the connector: what one engine stored, another process with other pages loads, and says the same."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,10 @@ from tests.engines.vllm_engine import Engine, Output
 BLOCK = 64
 
 
-def prompt(seed: int, tokens: int, *, like: list[int] = []) -> list[int]:  # noqa: B006 # never changed
+def prompt(seed: int, tokens: int, *, like: Sequence[int] = ()) -> list[int]:
     """Token ids that follow `like`."""
     generator = random.Random(seed)
-    return like + [generator.randrange(10, 4000) for _ in range(tokens - len(like))]
+    return [*like, *(generator.randrange(10, 4000) for _ in range(tokens - len(like)))]
 
 
 LONG = prompt(1, 700)

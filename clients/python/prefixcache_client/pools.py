@@ -188,34 +188,38 @@ def _copied(imported: "ImportedPool", slot: int, size_bytes: int) -> Bytes:
 def _import(transport: LocalTransport, number: int, device: WorkerDevice, timeout_s: float) -> "ImportedPool":
     from prefixcache_offload.gpu import DeviceError, import_device_pool
 
-    request = local_pb2.MapPoolRequest(pool=number).SerializeToString()
-    payload, fds = transport.call_for_descriptors(MAP_POOL, request, timeout_s)
     try:
-        pool = local_pb2.MapPoolResponse.FromString(payload).pool
-        about = PoolDescriptor(pool.pool, "gpu", pool.size_bytes, SLOT_GRANULE, writable=False)
-        export = PoolExport(about, _HANDLES[pool.handle], device_uuid=pool.device, ipc_handle=pool.ipc_handle)
-        return import_device_pool(export, fds, device.name)
-    except DecodeError as error:
-        raise unreadable(error) from error
+        with _handed_over(transport, number, timeout_s) as (pool, fds):
+            about = PoolDescriptor(pool.pool, "gpu", pool.size_bytes, SLOT_GRANULE, writable=False)
+            export = PoolExport(about, _HANDLES[pool.handle], device_uuid=pool.device, ipc_handle=pool.ipc_handle)
+            return import_device_pool(export, fds, device.name)
     except (DeviceError, KeyError, ValueError) as error:
         raise DeviceUnusable(f"pool {number} cannot be reached: {error}") from error
-    finally:
-        for fd in fds:
-            os.close(fd)
 
 
 def _map(transport: LocalTransport, number: int, timeout_s: float) -> MappedPool:
+    try:
+        with _handed_over(transport, number, timeout_s) as (pool, fds):
+            if len(fds) != len(("pool", "control")):
+                raise Unreachable(f"pool {number} came with {len(fds)} descriptors instead of 2")
+            return _attach(pool, *fds)
+    except (BadDescriptor, OSError, ValueError) as error:
+        raise Unreachable(f"pool {number} cannot be mapped: {error}") from error
+
+
+@contextlib.contextmanager
+def _handed_over(
+    transport: LocalTransport, number: int, timeout_s: float
+) -> Iterator[tuple[common_pb2.Pool, list[int]]]:
+    """A pool as the server describes it, and its descriptors, which are closed at the end."""
     request = local_pb2.MapPoolRequest(pool=number).SerializeToString()
     payload, fds = transport.call_for_descriptors(MAP_POOL, request, timeout_s)
     try:
-        pool = local_pb2.MapPoolResponse.FromString(payload).pool
-        if len(fds) != len(("pool", "control")):
-            raise Unreachable(f"pool {number} came with {len(fds)} descriptors instead of 2")
-        return _attach(pool, *fds)
-    except DecodeError as error:
-        raise unreadable(error) from error
-    except (BadDescriptor, OSError, ValueError) as error:
-        raise Unreachable(f"pool {number} cannot be mapped: {error}") from error
+        try:
+            pool = local_pb2.MapPoolResponse.FromString(payload).pool
+        except DecodeError as error:
+            raise unreadable(error) from error
+        yield pool, fds
     finally:
         for fd in fds:
             os.close(fd)

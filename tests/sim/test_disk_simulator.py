@@ -228,7 +228,7 @@ def load_and_store_fill_one_row(patch: Patch) -> None:
 
 
 def blocks_being_stored_again_granted_twice(patch: Patch) -> None:
-    patch.setattr(patching, "_filled_by_others", lambda space, part: set())
+    patch.setattr(patching, "filled_by_others", lambda space, part: set())
 
 
 PLANTED: tuple[Callable[[Patch], None], ...] = (

@@ -68,18 +68,22 @@ def leased_runs(
 
 
 def foreign_runs(
-    form: BlockFormat, runs: Iterable[common_pb2.PartRun], present: npt.NDArray[np.bool_]
+    form: BlockFormat, runs: Iterable[common_pb2.PartRun], missing: npt.NDArray[np.bool_], count: int
 ) -> list[SlotRun]:
-    """The runs of an answer about opaque keys: of every part exactly the blocks that are `present` (bool[n]).
+    """The runs of an answer about opaque keys: of every part the same `count` of those that are `missing` yet (bool[n],
+    which is changed).
 
     Raises Unreachable where the server contradicts itself.
     """
     leased = [_run(form, run, _consecutive(run.first_block, len(run.slots) // 4)) for run in runs]
-    wanted = np.flatnonzero(present)
-    for part in form.parts:
-        told = [run.blocks for run in leased if run.part == part.index]
-        if not np.array_equal(np.concatenate(told) if told else wanted[:0], wanted):
-            raise Unreachable(f"the server leased other blocks of part {part.index} than it told")
+    told = [[run.blocks for run in leased if run.part == part.index] for part in form.parts]
+    places = np.concatenate(told[0]) if told[0] else np.empty(0, np.int64)
+    same = all(np.array_equal(np.concatenate(each) if each else places[:0], places) for each in told)
+    if not same or places.size != count or (count and (places.min() < 0 or places.max() >= missing.size)):
+        raise Unreachable(f"the server leased other blocks than the {count} it told")
+    if not missing[places].all() or np.unique(places).size != count:
+        raise Unreachable("the server leased keys that it did not promise, or twice")
+    missing[places] = False
     return leased
 
 

@@ -83,8 +83,10 @@ class RequestBook:
         self._pinned: dict[str, int] = {}
         self.reasons: Counter[str] = Counter()
         """Why nothing was loaded, by reason: one count per request and decision."""
-        self.loaded_tokens = 0
+        self.lookups = 0
+        self.hits = 0
         self.looked_up_tokens = 0
+        self.loaded_tokens = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -106,6 +108,13 @@ class RequestBook:
             entry = self._entries[request_id] = Entry(request_id, namespace, chain)
         return entry
 
+    def waits(self, entry: Entry, now: float) -> bool:
+        """Whether the answer is still on its way, and in time."""
+        if entry.phase is not Phase.ASKED:
+            return False
+        assert entry.ask is not None
+        return entry.ask.answer() is None and now - entry.asked_at < self._limits.ask_timeout_s
+
     def matched(self, entry: Entry, tokens: int, local_tokens: int, now: float) -> int | None:
         """How many tokens beyond `local_tokens` can be loaded of a request of `tokens` tokens; None: ask again later.
 
@@ -120,11 +129,11 @@ class RequestBook:
         if entry.phase is Phase.NEW:
             return self._ask(entry, tokens, local_tokens, now)
         if entry.phase is Phase.ASKED:
+            if self.waits(entry, now):
+                return None
             assert entry.ask is not None
             found = entry.ask.answer()
             if found is None:
-                if now - entry.asked_at < self._limits.ask_timeout_s:
-                    return None
                 return self._nothing(entry, TOO_LATE)
             entry.ticket, entry.phase = found.ticket, Phase.FOUND
             if found.ticket is None:
@@ -152,6 +161,7 @@ class RequestBook:
         if entry is None or entry.phase is not Phase.LOADING:
             return
         if tokens:
+            self.hits += 1
             self.loaded_tokens += tokens - entry.from_token
         else:
             entry.failed = True
@@ -209,6 +219,7 @@ class RequestBook:
         entry.asks += 1
         entry.asked_at = now
         entry.phase = Phase.ASKED
+        self.lookups += 1
         self.looked_up_tokens += tokens - first * size
         # Counted as if all were found, until it is known: questions under way must not add up beyond the share.
         self._pinned[entry.request_id] = (usable - first) * limits.block_bytes

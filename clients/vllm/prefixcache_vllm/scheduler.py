@@ -17,7 +17,7 @@ from prefixcache.identity.fingerprint import NamespaceIdentity
 from prefixcache.identity.keys import KEY_BYTES, Extra, root_key
 from prefixcache_client import Namespace
 from prefixcache_vllm.announcing import Announcements, StoredBlocks
-from prefixcache_vllm.asking import Asker, Question
+from prefixcache_vllm.asking import Asker, Hint, Question
 from prefixcache_vllm.book import Entry, Limits, Phase, RequestBook
 from prefixcache_vllm.chain import RequestChain
 from prefixcache_vllm.counting import Numbers, difference, scheduler_numbers
@@ -85,7 +85,8 @@ class SchedulerSide:
         self._catch_up(entry, request)
         keys = entry.chain.keys()
         if keys:
-            self._asker.hint(Question(entry.namespace, keys, request.num_tokens, 0, request.num_tokens))
+            entry.hint = Hint(Question(entry.namespace, keys, request.num_tokens, 0, request.num_tokens))
+            self._asker.hint(entry.hint)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """See KVConnectorBase_V1.get_num_new_matched_tokens."""

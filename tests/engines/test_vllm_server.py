@@ -24,12 +24,15 @@ def test_server(checkpoints: Checkpoints, tmp_path: Path) -> None:
             cold = server.complete(LONG)
             assert server.metric(f"{OURS}hits_total") == 0, "a counter is there before it counts"
             assert wait_until(lambda: server.complete(LONG) == cold and server.metric(HITS) >= 640)
-            assert server.metric(f"{OURS}saved_tokens_total") >= 640
+            assert wait_until(lambda: server.metric(f"{OURS}saved_tokens_total") >= 704)
         with Server(checkpoints("llama"), tmp_path / "second.log", *flag) as server:
-            assert server.complete(LONG) == cold
-            assert server.metric(HITS) == 640
-            assert wait_until(lambda: server.metric(f"{OURS}loaded_tokens_total") == 640)
-            assert (server.metric(f"{OURS}hits_total"), server.metric(f"{OURS}load_seconds_count")) == (1, 1)
+            # On a busy machine the daemon's first answer may come too late.
+            assert wait_until(lambda: server.complete(LONG) == cold and server.metric(HITS) >= 640)
+            assert server.metric(f"{OURS}saved_tokens_total") == 0, "all of it is what the first server stored"
+            assert wait_until(lambda: server.metric(f"{OURS}loaded_tokens_total") == server.metric(HITS))
+            hits = server.metric(f"{OURS}hits_total")
+            assert hits == server.metric(HITS) / 640
+            assert server.metric(f"{OURS}load_seconds_count") == server.metric(f"{OURS}loads_total") == hits
             assert server.metric(f"{OURS}load_bytes_total") > 0
             assert server.metric(f"{OURS}not_loaded_total", reason="not_stored") == 0
             no_cache_s = 0.0
@@ -37,7 +40,8 @@ def test_server(checkpoints: Checkpoints, tmp_path: Path) -> None:
                 began = time.monotonic()
                 assert server.complete(LONG, cache_salt=salt) == cold
                 no_cache_s = max(no_cache_s, time.monotonic() - began)
-            assert wait_until(lambda: server.metric(f"{OURS}not_loaded_total", reason="not_stored") == 3)
+            assert wait_until(lambda: server.metric(f"{OURS}not_loaded_total") >= 3)
+            assert server.metric(f"{OURS}not_loaded_total", reason="not_stored") > 0
             daemon.kill()
             for _ in range(3):
                 began = time.monotonic()

@@ -52,6 +52,7 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
         self._worker: WorkerSide | None = None
         self._asker: DaemonAsker | None = None
         self._ended: Ended | None = None
+        self._unsaved: StepOrders | None = None
         self._left_alone = 0
         self._packing: Packing = "plain"
         # Threads that copy or ask wait for the interpreter's lock, and an engine that waits for them never rests.
@@ -111,6 +112,7 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """See the base class. Old versions call nothing else before a step that gives pages away."""
         super().bind_connector_metadata(connector_metadata)
+        self._unsaved = _orders(connector_metadata)
         self.handle_preemptions(connector_metadata)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -131,13 +133,15 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
 
     def wait_for_save(self) -> None:
         """See the base class."""
-        if self._worker is not None:
-            self._worker.save(_orders(self._get_connector_metadata()))
+        unsaved, self._unsaved = self._unsaved, None
+        if self._worker is not None and unsaved is not None:
+            self._worker.save(unsaved)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """See the base class."""
         if self._worker is None:
             return None, None
+        self.wait_for_save()  # versions up to 0.29 leave it out in a step that computes nothing
         self._ended = self._worker.ended()
         return self._ended.saved, self._ended.arrived
 

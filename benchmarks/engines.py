@@ -12,6 +12,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,28 @@ from engine_child import VOCABULARY, Child, make_model
 from prefixcache.cli.bench import daemon
 
 SECTIONS = ("first_tokens", "overhead", "scheduler", "loads", "start")
-PAIRS = 40
 IN_A_ROW = 3
 """Requests one behind the other in one measurement: what the first ones store costs the next ones."""
-REQUESTS = 200
-LOAD_PAIRS = 12
 RESAMPLES = 2000
 MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured. `pairs`: of requests that share nothing; `requests`: for the scheduler's cost."""
+
+    model: str
+    heavy_model: str
+    pool_bytes: int
+    prompts: tuple[int, ...]
+    rounds: int
+    pairs: int
+    requests: int
+    load_pairs: int
+
+
+FULL = Sizes("mid", "heavy", 1536 * MIB, (2048, 8192), 3, 40, 200, 12)
+QUICK = Sizes("tiny", "tiny", 256 * MIB, (512, 1024), 2, 4, 8, 2)
 
 
 def main() -> int:
@@ -49,20 +65,19 @@ def main() -> int:
 
 def measure(folder: Path, sections: set[str], *, quick: bool) -> dict[str, Any]:
     """All figures; seconds unless the name says otherwise."""
-    kinds = ("tiny", "tiny") if quick else ("mid", "heavy")
-    models = {kind: make_model(kind, folder / kind) for kind in dict.fromkeys((*kinds, "tiny"))}
+    sizes = QUICK if quick else FULL
+    models = {kind: make_model(kind, folder / kind) for kind in {sizes.model, sizes.heavy_model, "tiny"}}
     figures: dict[str, Any] = {}
-    with daemon.running((256 if quick else 1536) * MIB) as running:
+    with daemon.running(sizes.pool_bytes) as running:
         address = running.address
         if "first_tokens" in sections:
-            sizes = (512, 1024) if quick else (2048, 8192)
-            figures["vllm"] = first_tokens(models[kinds[0]], address, sizes, rounds=2 if quick else 3)
+            figures["vllm"] = first_tokens(models[sizes.model], address, sizes.prompts, sizes.rounds)
         if "overhead" in sections:
-            figures |= overhead(models[kinds[0]], address, pairs=4 if quick else PAIRS)
+            figures |= overhead(models[sizes.model], address, sizes.pairs)
         if "scheduler" in sections:
-            figures |= scheduler(models["tiny"], address, requests=8 if quick else REQUESTS)
+            figures |= scheduler(models["tiny"], address, sizes.requests)
         if "loads" in sections:
-            figures |= loads(models[kinds[1]], address, 1024 if quick else 8192, pairs=2 if quick else LOAD_PAIRS)
+            figures |= loads(models[sizes.heavy_model], address, sizes.prompts[-1], sizes.load_pairs)
         if "start" in sections:
             figures |= start(models["tiny"], folder)
     return figures

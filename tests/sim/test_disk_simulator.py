@@ -260,11 +260,6 @@ def keys_stored_again_mixed_up_with_new_ones(patch: Patch) -> None:
     patch.setattr(Reservation, "_by_entry", lambda self, column: column)
 
 
-def cleared_keys_stored_again(patch: Patch) -> None:
-    right = staticmethod(lambda reservation, entries: np.zeros(len(entries), np.bool_))
-    patch.setattr(Filling, "_left", right)
-
-
 PLANTED: tuple[Callable[[Patch], None], ...] = (
     failed_reads_believed,
     failed_writes_believed,
@@ -300,7 +295,6 @@ PLANTED: tuple[Callable[[Patch], None], ...] = (
     unknown_keys_cleared_without_tombstone,
     keys_told_in_the_wrong_places,
     keys_stored_again_mixed_up_with_new_ones,
-    cleared_keys_stored_again,
 )
 
 
@@ -320,7 +314,6 @@ FLAVOURS_OF: dict[Callable[[Patch], None], tuple[str, ...]] = {
     unknown_keys_cleared_without_tombstone: ("disk_foreign",),
     keys_told_in_the_wrong_places: ("disk_foreign",),
     keys_stored_again_mixed_up_with_new_ones: ("disk_foreign",),
-    cleared_keys_stored_again: ("disk_foreign",),
 }
 
 

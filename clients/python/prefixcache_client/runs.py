@@ -76,15 +76,21 @@ def foreign_runs(
     Raises Unreachable where the server contradicts itself.
     """
     leased = [_run(form, run, _consecutive(run.first_block, len(run.slots) // 4)) for run in runs]
-    told = [[run.blocks for run in leased if run.part == part.index] for part in form.parts]
-    places = np.concatenate(told[0]) if told[0] else np.empty(0, np.int64)
-    same = all(np.array_equal(np.concatenate(each) if each else places[:0], places) for each in told)
-    if not same or places.size != count or (count and (places.min() < 0 or places.max() >= missing.size)):
+    told = [_places(leased, part.index) for part in form.parts]
+    places = told[0]
+    if places.size != count or any(not np.array_equal(each, places) for each in told):
         raise Unreachable(f"the server leased other blocks than the {count} it told")
-    if not missing[places].all() or np.unique(places).size != count:
+    promised = np.flatnonzero(missing)
+    if not np.isin(places, promised).all() or np.unique(places).size != count:
         raise Unreachable("the server leased keys that it did not promise, or twice")
     missing[places] = False
     return leased
+
+
+def _places(runs: Iterable[SlotRun], part: int) -> npt.NDArray[np.int64]:
+    """All blocks of one part."""
+    told = [run.blocks for run in runs if run.part == part]
+    return np.concatenate(told) if told else np.empty(0, np.int64)
 
 
 def granted_runs(form: BlockFormat, grants: Iterable[cache_pb2.PartGrant], blocks: range) -> list[SlotRun]:

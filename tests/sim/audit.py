@@ -41,6 +41,12 @@ def stored_keys(space: Namespace) -> set[bytes]:
     return stored
 
 
+def hidden_keys(space: Namespace) -> set[bytes]:
+    """Keys of blocks that nobody can see yet."""
+    hidden = [node for node in subtree(space.tree.root) if node.state != VISIBLE]
+    return {node.edge[at : at + KEY_BYTES] for node in hidden for at in range(0, len(node.edge), KEY_BYTES)}
+
+
 def check_bytes(space: Namespace, memory: Memory) -> None:
     """Every stored, trusted part holds the bytes of its key, under the generation the table says."""
     for rows, keys in visible_nodes(space):

@@ -46,6 +46,7 @@ from prefixcache.core.events import (
     CommitRequested,
     Coverage,
     DiskChanged,
+    DiskForgotten,
     DiskRecovered,
     DrainStarted,
     Event,
@@ -58,6 +59,7 @@ from prefixcache.core.events import (
     ProcessExited,
     RecoveryDone,
     ReserveRequested,
+    SegmentLost,
     SessionEnded,
     SessionOpened,
     SnapshotRequested,
@@ -267,6 +269,30 @@ class Simulator:
             self.disk.rot()
         else:
             self.send(self.disk.toggle())
+
+    def replace_disk(self) -> None:
+        """Another directory is in the place of ours: an empty one, or a copy that nobody has open."""
+        disk = self.disk
+        assert disk is not None
+        disk.reads_on = disk.writes_on = False
+        self.send(DiskChanged(False, False, "directory_gone"))
+        for _ in range(MOST_WORK):
+            if not (disk.jobs or disk.ordered or disk.told_late):
+                break
+            if (event := disk.step()) is not None:
+                disk.told_late.append(event)
+            while disk.told_late:
+                self.send(disk.told_late.pop(0))
+        for number in list(self.planner.state.disk.segments):
+            if self.rng.random() < 0.5:
+                self.send(SegmentLost(number))
+        disk.replace()
+        self.send(DiskForgotten())
+        if any(space.table.recorded_count for space in self.planner.state.namespaces.values() if space.on_disk):
+            raise SimError("a record of another directory is believed")
+        self.send(DiskChanged(True, True))
+        self.recovery = disk.recovered()
+        self.recover_alone(anew=False)
 
     def flush(self) -> None:
         self.send(FlushStarted())
@@ -560,8 +586,8 @@ class Simulator:
         self.priorities.forget()
         self.pins.stopped()
 
-    def recover_alone(self) -> None:
-        """Nothing else happens meanwhile: then exactly what is whole comes back."""
+    def recover_alone(self, *, anew: bool = True) -> None:
+        """Nothing else happens meanwhile: then what is whole comes back, and nothing else is there if all began anew."""
         assert self.disk is not None
         while self.recovery is not None:
             self.recovers()
@@ -569,7 +595,9 @@ class Simulator:
         for space in self.planner.state.namespaces.values():
             if space.on_disk:
                 expected = audit.restorable_keys(self.disk, space.number, space.spec)
-                if self.visible[space.number] != expected:
+                visible = self.visible[space.number]
+                hidden = audit.hidden_keys(space) & expected  # being stored anew: it, and what follows it, comes later
+                if visible != expected and (anew or not (hidden or expected <= visible)):
                     raise SimError("a restart brought back other blocks than those that are whole on disk")
 
     def _forget_gpus(self) -> None:
@@ -661,7 +689,8 @@ class Simulator:
         elif event.change is Change.REMOVED:
             if not keys <= visible and not self.cut_off:
                 raise SimError("removed what was not there")
-            self.pins.removed(event.namespace, keys)
+            if not isinstance(self.history[-1][1], (SegmentLost, DiskForgotten)):  # pins do not keep a disk
+                self.pins.removed(event.namespace, keys)
             visible -= keys
         else:
             # A subtree left: what it held is read off the tree, which `check` compares with everything else. That is

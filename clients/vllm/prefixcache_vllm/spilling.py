@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from prefixcache_client import Client, ForeignCache, Rows
 from prefixcache_client.reasons import NOT_CACHED
-from prefixcache_vllm.lanes import Job, Lane, Outcome, failed
+from prefixcache_vllm.lanes import Job, Lane, Outcome
 from prefixcache_vllm.lookups import Answers, Lookups
 from prefixcache_vllm.options import Options
 
@@ -102,18 +102,20 @@ class Spill:
 
     def _look_up(self, keys: list[bytes]) -> Answers:
         found = self._cache.lookup(keys)
-        return Answers(found.present.tolist(), found.reason)
+        present = found.present.tolist()
+        if found.tiers.get("disk"):  # vLLM will want them as soon as it has made room
+            self._cache.prefetch([key for key, there in zip(keys, present, strict=True) if there])
+        return Answers(present, found.reason)
 
     def _load(self, job: Job, left_s: float) -> Outcome:
         assert self._rows is not None
-        with self._cache.acquire(job.keys, timeout_s=max(left_s, 0.001)) as lease:
+        left_s = max(left_s, 0.001)
+        with self._cache.acquire(job.keys, timeout_s=left_s, load_timeout_s=left_s) as lease:
             result = lease.copy_to(Rows(self._rows, job.rows))
-            present = lease.present
-        if not result.ok:
-            return failed(job, result.reason)
-        done = [key for key, there in zip(job.keys, present.tolist(), strict=True) if there]
+        done = [key for key, there in zip(job.keys, lease.copied.tolist(), strict=True) if there]
         missing = len(job.keys) - len(done)
-        return Outcome(job, done, {lease.reason or NOT_CACHED: missing} if missing else {}, result.size_bytes)
+        reason = result.reason or lease.reason or NOT_CACHED
+        return Outcome(job, done, {reason: missing} if missing else {}, result.size_bytes)
 
     def _store(self, job: Job, left_s: float) -> Outcome:
         assert self._rows is not None

@@ -133,6 +133,29 @@ def test_a_full_daemon_stores_some_and_says_why_not_the_others(tmp_path: Path) -
         daemon.kill()
 
 
+def test_what_a_restarted_daemon_has_on_disk(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    disk = f"--disk={tmp_path / 'data'}"
+    daemon = DaemonProcess(tmp_path / "d", disk)
+    spill = spill_to(f"unix://{daemon.socket}", buffer(1))
+    try:
+        assert stored(spill, KEYS, list(range(8)), [b"", *KEYS[:7]]).ok
+        daemon.terminate()  # writes what only memory has
+        daemon = DaemonProcess(tmp_path / "d", disk)
+
+        def asked_anew() -> list[bool | None]:
+            spill.lookups.finished("r")
+            return known(spill, KEYS, "r")
+
+        assert wait_until(lambda: asked_anew() == [True] * 8)
+        assert wait_until(lambda: loaded(spill, KEYS, list(range(8, 16))).ok)
+        assert spill._rows is not None
+        assert np.array_equal(spill._rows[8:16], buffer(1)[:8])
+    finally:
+        spill.close()
+        daemon.kill()
+
+
 def test_a_daemon_that_comes_and_goes(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     folder.mkdir()

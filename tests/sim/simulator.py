@@ -587,7 +587,7 @@ class Simulator:
         self.pins.stopped()
 
     def recover_alone(self, *, anew: bool = True) -> None:
-        """Nothing else happens meanwhile: then what is whole comes back, and nothing else is there if all began anew."""
+        """Nothing else happens meanwhile: what is whole comes back, and only that if all began anew."""
         assert self.disk is not None
         while self.recovery is not None:
             self.recovers()

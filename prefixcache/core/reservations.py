@@ -1,8 +1,9 @@
-"""A reservation: slots being filled by one writer, and how far it got.
+"""A reservation: slots being filled by one writer or several, and how far they got.
 
 Rules: its slots belong to it and to nobody else from the grant until its settled blocks' slots move to the table or
-the writer is known to be done. Its blocks are the entries `0..n-1`; first the patches (blocks that are visible and get
-a part they lack), then the fresh ones (new nodes of the tree, in `nodes`). Must not know: the allocator, the policies.
+every writer is known to be done. Its blocks are the entries `0..n-1`; first the patches (blocks that are visible and
+get a part they lack), then the fresh ones (new nodes of the tree, in `nodes`). Must not know: the allocator, the
+policies.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixcache.core.commands import Reserved
-from prefixcache.core.events import Coverage
+from prefixcache.core.events import Coverage, ReserveRequested
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, ReservationId, SessionId, Slots
 from prefixcache.core.policy.base import UNKNOWN_BIRTH
 from prefixcache.core.radix import Node, Pin
@@ -35,12 +36,14 @@ class Reservation:
 
     __slots__ = (
         "birth", "blocks", "covered", "deadline", "ended", "expired", "fresh", "generation", "nodes", "patch_rows",
-        "pins", "reply", "reservation", "session", "slots", "space", "status",
+        "pins", "quarantined", "reply", "reservation", "session", "shared", "slots", "space", "status", "writers",
     )  # fmt: skip
 
     def __init__(self, space: Namespace, session: SessionId, reply: Reserved, fresh: int) -> None:
         self.space = space
         self.session = session
+        self.writers: set[SessionId] = {session}  # who may still write
+        self.shared: ReserveRequested | None = None  # what was asked for, where several may fill it
         self.reservation: ReservationId = reply.reservation
         self.reply = reply
         self.blocks = reply.blocks
@@ -55,6 +58,7 @@ class Reservation:
         self.covered: dict[int, NDArray[np.bool_]] | None = None  # part -> bool[entries, heads]
         self.deadline = reply.expires_at
         self.expired = False
+        self.quarantined = False
         self.ended = False
 
     def keys_at(self, block: int) -> tuple[bytes, bytes]:
@@ -89,8 +93,14 @@ class Reservation:
             last = None if piece.head_count is None else piece.first_head + piece.head_count
             covered[piece.part][low:high, piece.first_head : last] = True
 
-    def coverage_error(self, coverage: tuple[Coverage, ...]) -> str | None:
+    def ends_with(self, session: SessionId) -> bool:
+        """Whether it is over once this session has said its last word: nobody else may write, nobody is to come."""
+        return self.writers <= {session} and (self.shared is None or not self.open_blocks())
+
+    def coverage_error(self, coverage: tuple[Coverage, ...] | None) -> str | None:
         """What is wrong with a coverage, or None."""
+        if coverage is None:
+            return None if self.shared is None else "of a shared reservation say which heads were written"
         for piece in coverage:
             if piece.part not in self.slots:
                 return f"part {piece.part} is not one of those granted"

@@ -19,6 +19,7 @@ from prefixcache_client.handover import LeaseTicket
 from prefixcache_client.lease import Lease
 from prefixcache_client.namespace import Namespace, PromptKeys
 from prefixcache_client.options import ClientOptions
+from prefixcache_client.portions import Portion
 from prefixcache_client.results import CopyResult, LookupResult, PinResult, PrefetchResult, StoreResult
 from prefixcache_client.stats import ClientStats
 from prefixcache_client.tensors import Blocks, Layers, Pages
@@ -39,6 +40,7 @@ __all__ = [
     "Namespace",
     "Pages",
     "PinResult",
+    "Portion",
     "PrefetchResult",
     "PromptKeys",
     "StoreResult",

@@ -15,6 +15,7 @@ from prefixcache_offload.units import SLOT_GRANULE
 from prefixcache_vllm.orders import PageRun, page_run
 from prefixcache_vllm.packing import PageShape, layer_views
 from prefixcache_vllm.pages import NULL_PAGE, LayerPages, PagedSpan, describe_layers
+from prefixcache_vllm.ranks import Rank
 
 HEADS, DIM, LAYERS, TOKENS = 2, 8, 2, 448
 FORM = BlockFormat(Layout.of(LayerGroup(GroupKind.FULL, tuple(range(LAYERS)), HEADS, DIM, DIM, "float32")), 64)
@@ -55,7 +56,7 @@ class Pages:
             i: LayerPages(layer_views(tensor, shape, packing), 0, size)  # type: ignore[arg-type] # a literal
             for i, tensor in enumerate(self.tensors)
         }
-        self.parts = describe_layers(FORM, layers)
+        self.parts = describe_layers(FORM, layers, Rank())
 
     def token(self, layer: int, token: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of K and V of one token, [head, value], written down without the code under test."""

@@ -101,18 +101,20 @@ class Reservation:
         """What is wrong with a coverage, or None."""
         if coverage is None:
             return None if self.shared is None else "of a shared reservation say which heads were written"
-        for piece in coverage:
-            if piece.part not in self.slots:
-                return f"part {piece.part} is not one of those granted"
-            heads = self.space.spec.parts[piece.part].kv_heads
-            count = heads - piece.first_head if piece.head_count is None else piece.head_count
-            if piece.first_head < 0 or count <= 0 or piece.first_head + count > heads:
-                return f"heads {piece.first_head}+{count} are not within the {heads} of part {piece.part}"
-            if piece.block_count <= 0 or piece.first_block < 0 or piece.first_block + piece.block_count > NO_SLOT:
-                return "a coverage needs at least one block, all within u32"
-            low, high = np.searchsorted(self.blocks, (piece.first_block, piece.first_block + piece.block_count))
-            if high - low != piece.block_count:
-                return f"blocks {piece.first_block}+{piece.block_count} were not all granted"
+        return next((error for piece in coverage if (error := self._piece_error(piece)) is not None), None)
+
+    def _piece_error(self, piece: Coverage) -> str | None:
+        if piece.part not in self.slots:
+            return f"part {piece.part} is not one of those granted"
+        heads = self.space.spec.parts[piece.part].kv_heads
+        count = heads - piece.first_head if piece.head_count is None else piece.head_count
+        if piece.first_head < 0 or count <= 0 or piece.first_head + count > heads:
+            return f"heads {piece.first_head}+{count} are not within the {heads} of part {piece.part}"
+        if piece.block_count <= 0 or piece.first_block < 0 or piece.first_block + piece.block_count > NO_SLOT:
+            return "a coverage needs at least one block, all within u32"
+        low, high = np.searchsorted(self.blocks, (piece.first_block, piece.first_block + piece.block_count))
+        if high - low != piece.block_count:
+            return f"blocks {piece.first_block}+{piece.block_count} were not all granted"
         return None
 
     def whole(self, *, all_covered: bool) -> NDArray[np.bool_]:

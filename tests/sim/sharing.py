@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from prefixcache.core.commands import Refused, Reserved
-from prefixcache.core.events import AbortRequested, ReserveRequested
+from prefixcache.core.events import AbortRequested, ReserveRequested, TimePassed
 from tests.sim.fakes import HEADS, SimError
 from tests.sim.workers import Prompt, Worker, Writing
 
@@ -69,6 +69,7 @@ class Sharing:
         sim = self.simulator
         ticket.asked.add(worker.session)
         heads = ticket.heads if sim.rng.random() < 0.2 else ticket.heads[:1]
+        sim.send(TimePassed())  # what is over is over before it is asked for
         event = replace(ticket.event, session=worker.session)
         state = sim.planner.state
         is_first = event.reservation not in state.reservations and event.reservation not in state.recent_ends

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -18,17 +17,17 @@ from prefixcache.server.app import Daemon
 from prefixcache_client import Client, ClientOptions, Namespace
 from prefixcache_client.ids import new_id
 from prefixcache_vllm.identity import EngineIdentity, GroupPages
-from prefixcache_vllm.orders import LoadOrder, SaveOrder, StepOrders, page_run
+from prefixcache_vllm.orders import LoadOrder, PageRun, SaveOrder, StepOrders, page_run
 from prefixcache_vllm.ranks import Rank, splits
 from prefixcache_vllm.worker import WorkerSide
 from tests.contract.conftest import start_daemon, stop_daemon
 from tests.e2e.processes import wait_until
 
-SIZE, TOKENS, LAYERS, DIM, MLA_DIM, PAGE = 32, 160, 2, 16, 576, 16
+SIZE, TOKENS, LAYERS, DIM, MLA_DIM, PAGE, WINDOW = 32, 160, 2, 16, 576, 16, 48
 BLOCKS = TOKENS // SIZE
 FAST = ClientOptions(timeout_s=20, store_timeout_s=20, reservation_ttl_s=20)
 
-Values = npt.NDArray[np.float32]
+Kv = list[torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +43,27 @@ def identity_of(heads: int, weights: bytes, *, mla: bool = False) -> NamespaceId
     return NamespaceIdentity(weights=weights, layout=layout, block_tokens=SIZE)
 
 
-def kv_of(identity: NamespaceIdentity, seed: int) -> torch.Tensor:
-    """A prompt's KV as [layer, k or v, token, head, value]; MLA has no v."""
-    group = identity.layout.groups[0]
+def hybrid(weights: bytes) -> NamespaceIdentity:
+    """Two layers of four heads, and one of one head that sees a window."""
+    layout = Layout.of(
+        LayerGroup(GroupKind.FULL, (0, 1), 4, DIM, DIM, "bfloat16"),
+        LayerGroup(GroupKind.SLIDING, (2,), 1, DIM, DIM, "bfloat16", WINDOW),
+    )
+    return NamespaceIdentity(weights=weights, layout=layout, block_tokens=SIZE)
+
+
+def group_of(identity: NamespaceIdentity, layer: int) -> LayerGroup:
+    return next(group for group in identity.layout.groups if layer in group.layers)
+
+
+def kv_of(identity: NamespaceIdentity, seed: int) -> Kv:
+    """A prompt's KV, by layer: [k or v, token, head, value]; MLA has no v."""
     made = torch.Generator().manual_seed(seed)
-    return torch.rand((LAYERS, 2 if group.v_dim else 1, TOKENS, group.kv_heads, group.k_dim), generator=made).bfloat16()
+    groups = [group_of(identity, layer) for layer in range(sum(len(each.layers) for each in identity.layout.groups))]
+    return [
+        torch.rand((2 if each.v_dim else 1, TOKENS, each.kv_heads, each.k_dim), generator=made).bfloat16()
+        for each in groups
+    ]
 
 
 # By form: the shape of a layer's tensor of so many pages and heads, and K or V of one token in it, [head, value].
@@ -69,54 +84,67 @@ FORMS: dict[str, tuple[Shape, Token]] = {
 
 @dataclass
 class Worker:
-    """One rank: its tensors, where the prompt's pages are in them, and the side under test."""
+    """One rank: its tensors and heads by layer, and the side under test."""
 
     side: WorkerSide
     tensors: list[torch.Tensor]
-    heads: range
+    heads: list[range]
     token: Token
 
-    def write(self, kv: torch.Tensor, pages: list[int]) -> None:
-        for layer, component, token in np.ndindex(*kv.shape[:3]):
-            self.view(layer, component, token, pages).copy_(
-                kv[layer, component, token, self.heads.start : self.heads.stop]
-            )
+    def write(self, kv: Kv, pages: list[int]) -> None:
+        for mine, theirs in self.pairs(kv, pages, [0] * len(kv)):
+            mine.copy_(theirs)
 
-    def holds(self, kv: torch.Tensor, pages: list[int]) -> bool:
-        return all(
-            torch.equal(
-                self.view(layer, component, token, pages),
-                kv[layer, component, token, self.heads.start : self.heads.stop],
-            )
-            for layer, component, token in np.ndindex(*kv.shape[:3])
-        )
+    def holds(self, kv: Kv, pages: list[int], first_tokens: list[int]) -> bool:
+        """`first_tokens`: by layer, from where on it has to."""
+        return all(torch.equal(mine, theirs) for mine, theirs in self.pairs(kv, pages, first_tokens))
 
-    def view(self, layer: int, component: int, token: int, pages: list[int]) -> torch.Tensor:
-        return self.token(self.tensors[layer], component, pages[token // PAGE], token % PAGE)
+    def pairs(self, kv: Kv, pages: list[int], first_tokens: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What this rank has of one token's K or V beside what the prompt has."""
+        for layer, values in enumerate(kv):
+            heads = self.heads[layer]
+            for component, token in np.ndindex(*values.shape[:2]):
+                if token >= first_tokens[layer]:
+                    mine = self.token(self.tensors[layer], component, pages[token // PAGE], token % PAGE)
+                    yield mine, values[component, token, heads.start : heads.stop]
 
 
 class RankedEngine:
     """All ranks of one engine, driven as the connector drives them."""
 
     def __init__(self, daemon: Daemon, identity: NamespaceIdentity, count: int, form: str, save_queue: int = 8) -> None:
-        names = {f"model.layers.{i}.self_attn.attn": i for i in range(LAYERS)}
+        groups = [
+            GroupPages({f"model.layers.{i}.self_attn.attn": i for i in group.layers}, PAGE)
+            for group in identity.layout.groups
+        ]
         self.identity, self.namespace = identity, Namespace(identity, label="ranks")
         self.pages = [int(page) for page in 1 + np.random.default_rng(count).permutation(TOKENS // PAGE + 2)]
         shape, token = FORMS[form]
         self.ranks: list[Worker] = []
         for number in range(count):
             rank = Rank(number, count)
-            heads = rank.holds(identity.layout.groups[0].kv_heads)
-            dims = shape(len(self.pages) + 1, len(heads))
-            tensors = [torch.zeros(dims, dtype=torch.bfloat16) for _ in range(LAYERS)]
+            heads = [
+                rank.holds(group_of(identity, layer).kv_heads) for group in groups for layer in group.layers.values()
+            ]
+            tensors = [torch.zeros(shape(len(self.pages) + 1, len(each)), dtype=torch.bfloat16) for each in heads]
             if form == "hnd":
                 tensors = [each.transpose(2, 3).contiguous().transpose(2, 3) for each in tensors]
             client = Client(f"unix://{daemon.config.socket}", FAST)
-            engine = EngineIdentity(identity, (GroupPages(names, PAGE),), "ranks")
+            engine = EngineIdentity(identity, tuple(groups), "ranks")
             side = WorkerSide(client, engine, rank, save_queue, tells_requests=True)
+            names = [name for group in groups for name in group.layers]
             side.register(dict(zip(names, tensors, strict=True)), "plain")
             assert side.reason_off == ""
             self.ranks.append(Worker(side, tensors, heads, token))
+
+    def loaded(self, kv: Kv) -> bool:
+        """Whether every rank has what a prompt of all its tokens needs."""
+        kinds = [group_of(self.identity, layer).kind for layer in range(len(kv))]
+        needed = [0 if kind is GroupKind.FULL else TOKENS - WINDOW for kind in kinds]
+        return all(rank.holds(kv, self.pages, needed) for rank in self.ranks)
+
+    def runs(self, tokens: int) -> tuple[PageRun, ...]:
+        return (page_run(self.pages, PAGE, 0, tokens),) * len(self.identity.layout.groups)
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -124,16 +152,14 @@ class RankedEngine:
 
     def order(self, prompt: int) -> SaveOrder:
         keys = self.namespace.hash(tokens_of(prompt), self.namespace.epoch).keys
-        run = page_run(self.pages, PAGE, 0, TOKENS)
-        return SaveOrder("r", self.identity.fingerprint(), keys, 0, BLOCKS, (run,), 7, new_id())
+        return SaveOrder("r", self.identity.fingerprint(), keys, 0, BLOCKS, self.runs(TOKENS), 7, new_id())
 
-    def store(self, kv: torch.Tensor, prompt: int, without: tuple[int, ...] = ()) -> None:
-        """All ranks but some; each is done with its own before the next begins."""
+    def store(self, kv: Kv, prompt: int) -> None:
+        """Every rank its heads."""
         order = self.order(prompt)
-        for number, rank in enumerate(self.ranks):
+        for rank in self.ranks:
             rank.write(kv, self.pages)
-            if number not in without:
-                rank.side.save(StepOrders(saves=[order], namespaces={order.fingerprint: self.identity}))
+            rank.side.save(StepOrders(saves=[order], namespaces={order.fingerprint: self.identity}))
         self.settle()
 
     def settle(self) -> None:
@@ -158,8 +184,8 @@ class RankedEngine:
             ticket = lease.ticket()
             if ticket is None:
                 return 0
-            run = page_run(self.pages, PAGE, 0, ticket.blocks * SIZE)
-            order = LoadOrder("r", self.identity.fingerprint(), ticket, 0, ticket.blocks * SIZE, (run,))
+            end = ticket.blocks * SIZE
+            order = LoadOrder("r", self.identity.fingerprint(), ticket, 0, end, self.runs(end))
             for rank in self.ranks:
                 rank.side.load(StepOrders(loads=[order], namespaces={order.fingerprint: self.identity}), now=True)
                 assert rank.side.ended().bad_pages == set()
@@ -218,7 +244,7 @@ def test_any_number_of_ranks_reads_what_any_other_stored(
     for readers, other in ((1, "fused"), (2, "hnd"), (4, "bcthd"), (8, form)):
         reader = engine(identity, readers, other)
         assert reader.load(client, 1) == TOKENS
-        assert all(rank.holds(kv, reader.pages) for rank in reader.ranks)
+        assert reader.loaded(kv)
 
 
 @pytest.mark.parametrize("form", ["mla", "mla_1"])
@@ -232,7 +258,22 @@ def test_mla_is_stored_by_one_rank_and_read_by_all(
     assert first.counts() == (BLOCKS, BLOCKS * SIZE * LAYERS * MLA_DIM * 2, {})
     reader = engine(identity, 4, "mla" if form == "mla_1" else "mla_1")
     assert reader.load(client, 1) == TOKENS
-    assert all(rank.holds(kv, reader.pages) for rank in reader.ranks)
+    assert reader.loaded(kv)
+
+
+@pytest.mark.parametrize("writers", [1, 2, 4])
+def test_layers_with_other_heads_and_windows(engine: Callable[..., RankedEngine], client: Client, writers: int) -> None:
+    """Rank 1 has nothing to store of the layer with one head, and loads it all the same."""
+    identity = hybrid(f"hybrid {writers}".encode().ljust(32, b"."))
+    kv = kv_of(identity, 1)
+    first = engine(identity, writers, "cbthd")
+    first.store(kv, 1)
+    assert first.visible() == [7]
+    assert first.counts()[0] == BLOCKS
+    for readers in (1, 2, 8):
+        reader = engine(identity, readers, "bcthd")
+        assert reader.load(client, 1) == TOKENS
+        assert reader.loaded(kv)
 
 
 def test_what_is_stored_already_is_counted_once(engine: Callable[..., RankedEngine]) -> None:

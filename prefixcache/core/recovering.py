@@ -190,9 +190,9 @@ class Recoverer:
         row = -1  # being written anew
         if known is None:
             path = Path([parent], parent.end) if parent is not None else Path([], 0)
-            [row] = self._add(space, path, key, [block], out)
+            [row] = self._add(space, path, key, [block])
         elif known.state == VISIBLE:
-            [row] = self._mark_known(space, Path([known], known.end), 0, [block], out)
+            [row] = self._mark_known(space, Path([known], known.end), 0, [block])
         told.attached[key] = block.parent, row
         self.state.stats.blocks_recovered += 1
         return True

@@ -178,7 +178,7 @@ class Filling:
         entries = entries[~gone]
         if not len(entries):
             return 0
-        self._publish_patched(reservation, entries, out)
+        self._publish_patched(reservation, entries)
         warmed = self._warm(reservation, entries)
         for part, slots in reservation.slots.items():
             here = entries[slots[entries] != NO_SLOT]
@@ -234,7 +234,7 @@ class Filling:
         missing: NDArray[np.int64] = here[~there]
         return missing
 
-    def _publish_patched(self, reservation: Reservation, entries: NDArray[np.int64], out: list[Command]) -> None:
+    def _publish_patched(self, reservation: Reservation, entries: NDArray[np.int64]) -> None:
         """A link gets its first part: only now is anything stored under its key."""
         space = reservation.space
         if not self.state.config.publish or space.has_full:
@@ -243,7 +243,7 @@ class Filling:
         for entry in bare.tolist():
             block = int(reservation.blocks[entry])
             before, key = reservation.keys_at(block)
-            out.append(self.state.publish(Change.STORED, space, key, before, block))
+            self.state.publish(Change.STORED, space, key, before, block)
 
     def _unmark_patches(self, reservation: Reservation, entries: NDArray[np.int64]) -> None:
         """Others may fill these parts of these blocks again."""
@@ -289,7 +289,7 @@ class Filling:
             top = stack.pop()
             top.state = VISIBLE
             self.state.appear(top)
-            self.state.publish_blocks(Change.STORED, top, 0, out)
+            self.state.publish_blocks(Change.STORED, top)
             self._join(top)
             if top.children:
                 stack.extend(child for child in top.children.values() if child.state == WAITING)

@@ -75,7 +75,7 @@ class Engine:
         return self.generate(prompt, max_tokens=max_tokens, **more)[0]
 
     def call(self, name: str, /, **arguments: Any) -> Any:
-        """The answer of a function of `scenarios.py`."""
+        """The answer of a function of `scenarios.py`, or "module:function" of another such module."""
         self.tell(name, **arguments)
         return self._answer(ANSWER_S)
 

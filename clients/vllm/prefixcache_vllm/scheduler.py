@@ -30,6 +30,8 @@ log = logging.getLogger("prefixcache_vllm")
 _IMAGE: Final = "mm"
 _RUNNING: Final = "RUNNING"
 _OVERLAP: Final = 2
+_DRAFT_MODEL: Final = "draft_model"
+"""Counted for each request whose prefix was loaded for the model but not for its draft model."""
 _NOTHING: Final = StepOrders()
 
 
@@ -74,7 +76,7 @@ class SchedulerSide:
     def arrived(self, request: Any) -> None:
         """See KVConnectorBase_V1.on_new_request."""
         entry = self._entry(request)
-        if entry is None or not self._loads:
+        if entry is None or not self._loads or _reads_nothing(request):
             return
         self._catch_up(entry, request)
         keys = entry.chain.keys()
@@ -84,7 +86,7 @@ class SchedulerSide:
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """See KVConnectorBase_V1.get_num_new_matched_tokens."""
         entry = self._entry(request)
-        if entry is None or not self._loads:
+        if entry is None or not self._loads or _reads_nothing(request):
             return 0, False
         self._catch_up(entry, request)
         found = self.book.matched(entry, request.num_tokens, local_tokens, time.monotonic())
@@ -98,6 +100,8 @@ class SchedulerSide:
         ticket = self.book.placed(entry, external_tokens)
         if ticket is None:
             return
+        if self._engine.draft_layers:
+            self.book.reasons[_DRAFT_MODEL] += 1
         first, end = entry.from_token, entry.from_token + external_tokens
         # The last block may hold more than fits: an engine that computes the last token itself has asked for less.
         order = LoadOrder(
@@ -291,6 +295,11 @@ def _left_alone(request: Any) -> str:
     if getattr(request, "resumable", False):
         return "streaming_input"
     return ""
+
+
+def _reads_nothing(request: Any) -> bool:
+    """Whether every token has to be computed, because something about each is asked for (`prompt_logprobs`)."""
+    return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
 def _extras(request: Any) -> list[Extra]:

@@ -201,6 +201,23 @@ def test_salt_images_and_epochs_change_the_keys(asker: FakeAsker) -> None:
     assert side.book.get("a") is not None
 
 
+def test_a_request_whose_every_token_must_be_computed_is_not_looked_up(asker: FakeAsker) -> None:
+    side, each = side_of(asker), request()
+    each.skip_reading_prefix_cache = True
+    side.arrived(each)
+    assert side.matched(each, 0) == (0, False)
+    side.placed(each, ([],), 0)
+    assert not asker.asked
+    assert not asker.hints
+    assert side.step(step({"r": 200}, {"r": (list(range(10, 17)),)})).saves, "what it computes is stored"
+
+
+def test_what_a_draft_model_lacks_is_counted(asker: FakeAsker) -> None:
+    side = SchedulerSide(dataclasses.replace(engine(), draft_layers=2), Options(), asker)
+    admit(side, asker, request(), list(range(10, 17)), found=2)
+    assert side.book.reasons == {"draft_model": 1}
+
+
 def test_an_arrival_is_hinted_at_without_a_lease(asker: FakeAsker) -> None:
     side, each = side_of(asker), request()
     side.arrived(each)

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixcache.core import commands as c
 from prefixcache.core import events as e
@@ -90,8 +91,7 @@ class CacheCalls:
         )
         if reply.ready_blocks < planned:
             rest += pb.AcquireResponse(eta_ms=int(reply.eta_s * 1000) + 1).SerializeToString()
-        present = b"" if reply.present is None else np.packbits(reply.present, bitorder="little").tobytes()
-        return acquire_response(first + planned, first + reply.ready_blocks, reply.runs, rest, present)
+        return acquire_response(first + planned, first + reply.ready_blocks, reply.runs, rest, _bitmap(reply.present))
 
     def release(self, session: Session, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         """End a lease; blocks above `used_blocks` are missed."""
@@ -186,7 +186,7 @@ class CacheCalls:
             tokens=looked.matched_blocks * namespace.spec.block_tokens,
             tiers=common.TierTokens(gpu=gpu, host=host, disk=disk, peer=peer),
         )
-        return pb.LookupResponse(nodes=[here], stop=reasons.STOP[looked.stop])
+        return pb.LookupResponse(nodes=[here], stop=reasons.STOP[looked.stop], present=_bitmap(looked.present))
 
     def _keys(self, session: Session | None, request: Any, number: int = 0, *, allow_none: bool = False) -> bytes:
         """The keys of a request, hashed here if it gives tokens. Raises CallError (BAD_KEYS)."""
@@ -291,6 +291,11 @@ def _mapped(source: "Future[c.Reply]", change: Any) -> "Future[Any]":
 
     source.add_done_callback(done)
     return target
+
+
+def _bitmap(present: npt.NDArray[np.bool_] | None) -> bytes:
+    """One bit per key of a foreign namespace, least significant first; empty for others."""
+    return b"" if present is None else np.packbits(present, bitorder="little").tobytes()
 
 
 def _bad_keys(name: str, size: int, unit: int) -> CallError:

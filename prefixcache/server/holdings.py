@@ -19,8 +19,9 @@ from prefixcache.server.sessions import Session
 class Lease:
     """A lease: what was acquired, by which session. `tail`: the last key asked for, which names the whole prompt.
 
-    ready_end: blocks from block 0 that can be read by now, in `runs`; `stop`: why the rest will not come; `done`:
-    nothing more will be told. Whoever wants to know adds a call to `listeners`, quick and without exceptions."""
+    ready_end: blocks from block 0 that can be read by now, in `runs` (of opaque keys some, and the others not at all);
+    `stop`: why the rest will not come; `done`: nothing more will be told. Whoever wants to know adds a call to
+    `listeners`, quick and without exceptions."""
 
     __slots__ = ("acquired", "done", "listeners", "namespace", "ready_end", "runs", "session", "stop", "tail")
 
@@ -30,7 +31,8 @@ class Lease:
         self.acquired = acquired
         self.tail = tail
         self.runs = acquired.runs
-        self.ready_end = acquired.from_block + acquired.ready_blocks
+        places = acquired.ready_blocks if acquired.present is None else len(acquired.present)
+        self.ready_end = acquired.from_block + places
         self.stop: Miss | None = None
         self.done = acquired.ready_blocks == acquired.planned_blocks
         self.listeners: list[Callable[[], None]] = []

@@ -766,8 +766,11 @@ class LookupResponse(google.protobuf.message.Message):
 
     NODES_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
+    PRESENT_FIELD_NUMBER: builtins.int
     stop: prefixcache.v1.common_pb2.Reason.ValueType
     """Why this node's match ends where it ends."""
+    present: builtins.bytes
+    """For foreign namespaces: one bit per key, least significant first; the tokens of this node are those of all set bits."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeMatch]:
         """This node first."""
@@ -777,8 +780,9 @@ class LookupResponse(google.protobuf.message.Message):
         *,
         nodes: collections.abc.Iterable[global___NodeMatch] | None = ...,
         stop: prefixcache.v1.common_pb2.Reason.ValueType = ...,
+        present: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["nodes", b"nodes", "stop", b"stop"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nodes", b"nodes", "present", b"present", "stop", b"stop"]) -> None: ...
 
 global___LookupResponse = LookupResponse
 

@@ -16,9 +16,10 @@ LAYERS = 3
 
 
 def make(kind: str, folder: Path) -> None:
-    """A checkpoint of `kind` ("llama", "gemma3", "draft") in bfloat16, written by transformers.
+    """A checkpoint of `kind` in bfloat16, written by transformers.
 
-    "draft" is "llama" with other weights: a draft model whose KV cache cannot be told from the model's by its shape.
+    "llama"; "gemma3", with windows; "llama-next", the first one's next revision; "draft", "llama" with other weights: a
+    draft model whose KV cache cannot be told from the model's by its shape.
     """
     import torch
     import transformers
@@ -28,7 +29,7 @@ def make(kind: str, folder: Path) -> None:
         "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False,
         "initializer_range": 0.08, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
-    if kind in ("llama", "draft"):
+    if kind in {"llama", "llama-next", "draft"}:
         config: Any = transformers.LlamaConfig(num_hidden_layers=LAYERS, **common)
         model: Any = transformers.LlamaForCausalLM
     elif kind == "gemma3":
@@ -40,7 +41,10 @@ def make(kind: str, folder: Path) -> None:
     else:
         raise ValueError(f"no model {kind!r}")
     torch.manual_seed(SEED + (kind == "draft"))
-    model(config).to(torch.bfloat16).save_pretrained(folder)
+    made = model(config).to(torch.bfloat16)
+    if kind == "llama-next":
+        made.model.layers[0].input_layernorm.weight.data.mul_(1.5)
+    made.save_pretrained(folder)
     _save_tokenizer(folder)
 
 

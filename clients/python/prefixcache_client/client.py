@@ -19,10 +19,11 @@ from prefixcache.identity.canonical import Value
 from prefixcache.identity.fingerprint import Scales
 from prefixcache.identity.layout import Layout
 from prefixcache.identity.model import NamespaceOptions
-from prefixcache_client import acquire, handover, lookup, pins, prefetch, store
+from prefixcache_client import acquire, foreign, handover, lookup, pins, prefetch, store
 from prefixcache_client import namespace as namespaces
 from prefixcache_client.address import parse_address
 from prefixcache_client.errors import Failure
+from prefixcache_client.foreign import ForeignCache
 from prefixcache_client.handover import LeaseTicket
 from prefixcache_client.lease import Lease
 from prefixcache_client.link import Link
@@ -159,6 +160,30 @@ class Client:
             load_timeout_s = options.load_timeout_s
         wish = (max_tokens, from_token, ttl_s, recompute_s_per_token, timeout_s, load_timeout_s)
         return acquire.acquire(self._link, ns, prompt, wish)
+
+    def foreign_namespace(
+        self,
+        engine: str,
+        weights_digest: bytes,
+        shape: tuple[int, int],
+        *,
+        form: Mapping[str, Value],
+        tenant: str = "",
+        tenant_key: bytes | None = None,
+        label: str = "",
+    ) -> Namespace:
+        """A namespace of blocks that only `engine` understands, under its own keys; makes no call.
+
+        `engine`: its name in lower case, such as "sglang". `shape`: (bytes, tokens) of a block, the same for all.
+        `form`: everything else the bytes depend on, by name: dtype, layers, heads, order of bytes, parallel sizes and
+        rank. Raises LayoutError, IdentityError or CanonicalError for what cannot exist.
+        """
+        secrets = Secrets(tenant_key, b"", label)
+        return foreign.foreign_namespace(engine, weights_digest, shape, dict(form), secrets, tenant)
+
+    def foreign(self, ns: Namespace) -> ForeignCache:
+        """The calls of a foreign namespace. Raises ValueError for one of tokens."""
+        return ForeignCache(self._link, ns)
 
     def copy_by_ticket(self, ns: Namespace, ticket: LeaseTicket, tensors: Any) -> CopyResult:
         """Copy blocks that another process of this host has leased (`Lease.ticket`) and keeps leased meanwhile.

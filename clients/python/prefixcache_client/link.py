@@ -28,7 +28,7 @@ from prefixcache_client.address import Address
 from prefixcache_client.breaker import CircuitBreaker
 from prefixcache_client.errors import Failure, Unreachable
 from prefixcache_client.options import ClientOptions
-from prefixcache_client.reasons import CIRCUIT_OPEN, CLIENT_CLOSED, DEADLINE
+from prefixcache_client.reasons import CIRCUIT_OPEN, CLIENT_CLOSED, DEADLINE, NEVER_SENT
 from prefixcache_client.session import Session, parse, remaining
 from prefixcache_client.stats import Counters
 from prefixcache_client.transport import ABORT, RELEASE
@@ -141,6 +141,17 @@ class Link:
                 session.transport.post(method, payload)
             except Failure as error:
                 self.counters.failed(error.reason)
+
+    def give_back(self, session: Session, lease: bytes) -> None:
+        """Release a lease nothing of which was used, without waiting."""
+        request = cache_pb2.ReleaseRequest(session=session.session_id, lease=lease)
+        self.post(session, RELEASE, request.SerializeToString())
+
+    def give_back_unseen(self, lease: bytes, failure: Failure) -> None:
+        """An acquire failed, but its answer may still be under way, and with it a lease: its id is ours."""
+        session = self.session
+        if session is not None and failure.reason not in NEVER_SENT:
+            self.give_back(session, lease)
 
     def abandon(self, session: Session, lease: bytes) -> None:
         """Release a lease from a destructor: it may run inside any call of this thread, so nothing is sent here."""

@@ -67,6 +67,22 @@ def leased_runs(
     return leased
 
 
+def foreign_runs(
+    form: BlockFormat, runs: Iterable[common_pb2.PartRun], present: npt.NDArray[np.bool_]
+) -> list[SlotRun]:
+    """The runs of an answer about opaque keys: of every part exactly the blocks that are `present` (bool[n]).
+
+    Raises Unreachable where the server contradicts itself.
+    """
+    leased = [_run(form, run, _consecutive(run.first_block, len(run.slots) // 4)) for run in runs]
+    wanted = np.flatnonzero(present)
+    for part in form.parts:
+        told = [run.blocks for run in leased if run.part == part.index]
+        if not np.array_equal(np.concatenate(told) if told else wanted[:0], wanted):
+            raise Unreachable(f"the server leased other blocks of part {part.index} than it told")
+    return leased
+
+
 def granted_runs(form: BlockFormat, grants: Iterable[cache_pb2.PartGrant], blocks: range) -> list[SlotRun]:
     """The grants of a ReserveResponse to a request for `blocks`. Raises Unreachable as `leased_runs`."""
     runs = [_run(form, grant, np.frombuffer(_whole(grant.blocks, 4), "<u4").astype(np.int64)) for grant in grants]

@@ -11,17 +11,19 @@ Whatever goes wrong with the cache is a reason in the result; mistakes in the te
 from collections import Counter
 from typing import Any, Final, Literal, NamedTuple
 
+import numpy as np
+
 from prefixcache.identity.keys import KEY_BYTES
 from prefixcache.v1 import cache_pb2
 from prefixcache_client.errors import Failure
 from prefixcache_client.ids import new_id
 from prefixcache_client.link import Link
 from prefixcache_client.namespace import Epoch, Namespace, Prompt
-from prefixcache_client.reasons import NEVER_SENT, count_reasons
-from prefixcache_client.results import StoreResult
+from prefixcache_client.reasons import ALREADY_STORED, NEVER_SENT, count_reasons
+from prefixcache_client.results import ForeignStore, StoreResult
 from prefixcache_client.runs import granted_runs
 from prefixcache_client.session import Session
-from prefixcache_client.tensors import KvTensors, as_tensors, held
+from prefixcache_client.tensors import KvTensors, Places, as_tensors, held
 from prefixcache_client.transport import COMMIT, RESERVE
 
 _MS: Final = 1000
@@ -34,6 +36,7 @@ class _Share(NamedTuple):
     blocks: range
     keys: bytes
     priority: cache_pb2.Priority.ValueType = cache_pb2.PRIORITY_NORMAL
+    parents: bytes = b""
 
 
 class _Outcome(NamedTuple):
@@ -41,6 +44,8 @@ class _Outcome(NamedTuple):
     size_bytes: int
     refused: dict[str, int]
     reason: str = ""
+    blocks: Places | None = None
+    """Positions of the committed ones, where all that was granted was."""
 
 
 Priority = Literal["low", "normal", "high"]
@@ -88,6 +93,30 @@ def store(link: Link, ns: Namespace, epoch: Epoch, prompt: Prompt, tensors: Any,
     return StoreResult(committed, committed * ns.block_tokens, moved, dict(refused), reason)
 
 
+def store_foreign(
+    link: Link, ns: Namespace, keys: tuple[bytes, bytes], tensors: Any, asked: Wish
+) -> ForeignStore:  # fmt: skip
+    """See ForeignCache.store. `keys`: of the blocks and of their parents, packed."""
+    target, (own, parents), count = as_tensors(tensors), keys, len(keys[0]) // KEY_BYTES
+    stored = np.zeros(count, np.bool_)
+    if ns.reason_off or not count:
+        return ForeignStore(0, 0, 0, {ns.reason_off: count} if ns.reason_off else {}, ns.reason_off, stored)
+    covered = [target.covers(ns.form, part.index) for part in ns.form.parts]
+    if any(each != range(count) for each in covered):
+        raise ValueError(f"the tensors must have one block for each of the {count} keys")
+    outcome = _store_share(link, ns, ns.epoch, target, _Share(0, range(count), own, asked.priority, parents))
+    refused = dict(outcome.refused)
+    if outcome.reason:
+        refused[outcome.reason] = refused.get(outcome.reason, 0) + count
+    elif set(refused) <= {ALREADY_STORED}:
+        stored[:] = True
+    if outcome.blocks is not None:
+        stored[outcome.blocks] = True
+    link.counters.stored(outcome.committed, outcome.size_bytes, refused)
+    tokens = outcome.committed * ns.block_tokens
+    return ForeignStore(outcome.committed, tokens, outcome.size_bytes, refused, outcome.reason, stored)
+
+
 def _shares(ns: Namespace, target: KvTensors, keys: bytes, from_block: int) -> list[_Share]:
     masks: dict[range, int] = {}
     for part in ns.form.parts:
@@ -106,6 +135,7 @@ def _store_share(link: Link, ns: Namespace, epoch: Epoch, target: KvTensors, sha
         reservation=reservation,
         keys=share.keys,
         from_block=share.blocks.start,
+        parents=share.parents,
         part_mask=share.part_mask,
         priority=share.priority,
         ttl_ms=int(link.options.reservation_ttl_s * _MS),
@@ -149,7 +179,9 @@ def _fill(
     finally:
         if not committed:
             link.abort(reservation)
-    return _Outcome(done.committed_blocks, moved, count_reasons(done.dropped))
+    blocks = np.unique(np.concatenate([run.blocks for run in runs]))
+    whole = blocks if done.committed_blocks == blocks.size else None
+    return _Outcome(done.committed_blocks, moved, count_reasons(done.dropped), blocks=whole)
 
 
 def _commit(link: Link, session: Session, reservation: bytes) -> cache_pb2.CommitResponse:

@@ -9,7 +9,7 @@ from prefixcache.identity.layout import GroupKind, LayerGroup, Layout
 from prefixcache.v1 import cache_pb2, common_pb2
 from prefixcache_client.blocks import BlockFormat
 from prefixcache_client.errors import Unreachable
-from prefixcache_client.runs import SlotRun, granted_runs, leased_runs
+from prefixcache_client.runs import SlotRun, foreign_runs, granted_runs, leased_runs
 
 FORM = BlockFormat(
     Layout.of(
@@ -24,6 +24,16 @@ def part_run(part: int, first: int, count: int, *, generations: int | None = Non
     slots = np.arange(count, dtype="<u4").tobytes()
     numbers = np.arange(count if generations is None else generations, dtype="<u8").tobytes()
     return common_pb2.PartRun(part=part, first_block=first, slots=slots, generations=numbers)
+
+
+def test_opaque_keys_are_leased_as_told() -> None:
+    form = BlockFormat(Layout.opaque(4096, 16, "native:a:b"), 16, foreign=True)
+    present = np.array([1, 1, 0, 0, 1], np.bool_)
+    runs = foreign_runs(form, [part_run(0, 0, 2), part_run(0, 4, 1)], present)
+    assert [run.blocks.tolist() for run in runs] == [[0, 1], [4]]
+    for told in ([part_run(0, 0, 2)], [part_run(0, 0, 5)], [part_run(0, 4, 1), part_run(0, 0, 2)], []):
+        with pytest.raises(Unreachable, match="other blocks"):
+            foreign_runs(form, told, present)
 
 
 def test_a_lease_is_whole() -> None:

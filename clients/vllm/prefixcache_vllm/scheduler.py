@@ -31,13 +31,10 @@ log = logging.getLogger("prefixcache_vllm")
 _IMAGE: Final = "mm"
 _RUNNING: Final = "RUNNING"
 _OVERLAP: Final = 2
-<<<<<<< HEAD
 _DRAFT_MODEL: Final = "draft_model"
 """Counted for each request whose prefix was loaded for the model but not for its draft model."""
-=======
 _MAX_ROOTS: Final = 1024
 """Roots of salts that are remembered: as many tenants as send requests at a time."""
->>>>>>> main
 _NOTHING: Final = StepOrders()
 
 

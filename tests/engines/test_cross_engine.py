@@ -83,6 +83,7 @@ def test_vllm_reads_what_transformers_wrote(pair: Pair) -> None:
     ends = range(SHARED + 1, len(written), OWN // 8)
     moved = pair.vllm.call("moved", prompts=[written[:end] for end in ends])
     assert moved["cached"] == SHARED
+    print(f"vLLM reads {pair.kind} of Transformers: KL {moved['kl']:.1e}")
     assert moved["kl"] <= MAX_KL
 
 
@@ -93,6 +94,7 @@ def test_transformers_reads_what_vllm_wrote(pair: Pair) -> None:
     pair.vllm.call("settle")
     columns, kl = pair.transformers.moved(written)
     assert columns == SHARED
+    print(f"Transformers reads {pair.kind} of vLLM: KL {kl:.1e}")
     assert kl <= MAX_KL
     loaded, reused = pair.transformers.says(written, SPOKEN)
     assert reused == SHARED

@@ -22,10 +22,20 @@ class TransformersSide:
     """One model; use it in a `with`."""
 
     def __init__(self, folder: Path, address: str, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-        self.model.generation_config.eos_token_id = None
+        self._begin(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), address)
+
+    @classmethod
+    def of(cls, engine: Any, address: str) -> Self:
+        """A model that is there already, or what wraps one."""
+        side = cls.__new__(cls)
+        side._begin(engine, address)
+        return side
+
+    def _begin(self, engine: Any, address: str) -> None:
         self._client = Client(address)
-        self.cache = PrefixCache(self.model, Daemon(self._client))
+        self.cache = PrefixCache(engine, Daemon(self._client))
+        self.model: Any = self.cache.model
+        self.model.generation_config.eos_token_id = None
 
     def __enter__(self) -> Self:
         return self

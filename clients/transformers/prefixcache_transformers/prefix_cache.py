@@ -66,11 +66,13 @@ class PrefixCache:
     """Prefix reuse for one model. Not safe for two threads at once."""
 
     def __init__(self, model: PreTrainedModel, open_store: StoreOpener, options: CacheOptions | None = None) -> None:
-        """`open_store`: where blocks are kept, see `prefixcache_transformers.daemon`.
+        """`model`: of transformers, or an engine around one (DeepSpeed's), which is then left out of all calls.
+        `open_store`: where blocks are kept, see `prefixcache_transformers.daemon`.
 
         Runs one token through `model` to learn its cache's shape. Raises UnsupportedModelError or ConfigError for a
         model whose states cannot be shared.
         """
+        model = compat.unwrapped(model)
         self.model = model
         self.options = options or CacheOptions()
         self.shape = probe(model)

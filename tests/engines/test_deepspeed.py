@@ -66,7 +66,7 @@ def test_the_documented_program(shared_daemon: DaemonProcess, checkpoints: Check
     blocks = programs("docs/transformers.md", f"unix://{shared_daemon.socket}", checkpoints("llama"))
     done = subprocess.run(
         [sys.executable, "-c", blocks[0] + blocks[2]],
-        env=os.environ | OFFLINE | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env=os.environ | OFFLINE | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         check=False,

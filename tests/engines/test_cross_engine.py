@@ -1,7 +1,9 @@
 """Blocks cross engines: Transformers stores and vLLM loads, and the other way round, in bfloat16 on both sides.
 
 Each engine's kernels round in their own way, so an engine that goes on from the other's KV is held against its own
-prefill: by the tokens it says, and by how far its next-token distribution moved.
+prefill: by the tokens it says, and by how far its next-token distribution moved. Two prefills that round in bfloat16
+independently differ by the sum of what each lost, whoever's KV they read, so on real text the bound is what this model
+loses by itself, twice.
 """
 
 from collections.abc import Iterator
@@ -63,7 +65,15 @@ def _real_text(folder: Path) -> tuple[list[int], list[int]]:
     from transformers import AutoTokenizer
 
     ids = AutoTokenizer.from_pretrained(folder)((ROOT / "LICENSE").read_text())["input_ids"]
-    return ids[: SHARED + OWN], ids[-SHARED - OWN :]
+    return ids[: SHARED + OWN], ids[1 : SHARED + OWN + 1]
+
+
+def _bound(pair: Pair, tokens: list[int]) -> float:
+    if pair.kind != "smollm2":
+        return MAX_KL
+    lost = pair.transformers.rounding(tokens, SHARED)
+    print(f"bfloat16 against float32: KL {lost:.1e}")
+    return max(MAX_KL, 2 * lost)
 
 
 def test_one_model_is_one_namespace(pair: Pair) -> None:
@@ -84,7 +94,7 @@ def test_vllm_reads_what_transformers_wrote(pair: Pair) -> None:
     moved = pair.vllm.call("moved", prompts=[written[:end] for end in ends])
     assert moved["cached"] == SHARED
     print(f"vLLM reads {pair.kind} of Transformers: KL {moved['kl']:.1e}")
-    assert moved["kl"] <= MAX_KL
+    assert moved["kl"] <= _bound(pair, written)
 
 
 def test_transformers_reads_what_vllm_wrote(pair: Pair) -> None:
@@ -95,7 +105,7 @@ def test_transformers_reads_what_vllm_wrote(pair: Pair) -> None:
     columns, kl = pair.transformers.moved(written)
     assert columns == SHARED
     print(f"Transformers reads {pair.kind} of vLLM: KL {kl:.1e}")
-    assert kl <= MAX_KL
+    assert kl <= _bound(pair, written)
     loaded, reused = pair.transformers.says(written, SPOKEN)
     assert reused == SHARED
     sure = SURE[pair.kind]

@@ -77,5 +77,18 @@ class TransformersSide:
         assert found is not None
         with torch.no_grad():
             own = self.model(input_ids=ids).logits[0, found.columns :]
-        p, q = (torch.log_softmax(logits.double(), dim=-1) for logits in (own, output.logits[0]))
-        return found.columns, float((p.exp() * (p - q)).sum(-1).mean())
+        return found.columns, _divergence(own, output.logits[0])
+
+    def rounding(self, tokens: list[int], start: int) -> float:
+        """How far this model's own prefill is from one in float32, in the same measure, over tokens from `start` on:
+        what computing in this dtype costs by itself."""
+        exact: Any = AutoModelForCausalLM.from_pretrained(self.model.config.name_or_path, dtype=torch.float32).eval()
+        ids = torch.tensor([tokens])
+        with torch.no_grad():
+            return _divergence(exact(input_ids=ids).logits[0, start:], self.model(input_ids=ids).logits[0, start:])
+
+
+def _divergence(own: torch.Tensor, other: torch.Tensor) -> float:
+    """Mean KL divergence in nats of distributions given as logits [positions, vocabulary]."""
+    p, q = (torch.log_softmax(logits.double(), dim=-1) for logits in (own, other))
+    return float((p.exp() * (p - q)).sum(-1).mean())

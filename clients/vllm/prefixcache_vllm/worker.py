@@ -19,6 +19,7 @@ import torch
 from prefixcache.identity.fingerprint import NamespaceIdentity
 from prefixcache_client import Client, CopyResult, Namespace, PromptKeys, StoreResult
 from prefixcache_client.blocks import BlockFormat
+from prefixcache_vllm.counting import Numbers, worker_numbers
 from prefixcache_vllm.fences import Fence
 from prefixcache_vllm.identity import EngineIdentity
 from prefixcache_vllm.orders import LoadOrder, PageRun, SaveOrder, StepOrders
@@ -146,6 +147,11 @@ class WorkerSide:
         ended.saved = {request_id for request_id in self._closing if not self._transfers.saving(request_id)}
         self._closing -= ended.saved
         return ended
+
+    def numbers(self) -> Numbers:
+        """What was moved since the last call."""
+        first = self._rank.number == 0
+        return worker_numbers(self._transfers.take_counts(), self._engine.identity.block_tokens if first else 0)
 
     def close(self) -> None:
         """Finish what is under way, and go."""

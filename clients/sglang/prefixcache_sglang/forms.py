@@ -48,7 +48,7 @@ _DTYPES: Final = {getattr(torch, name): name for name in (
     "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "int8",
     "uint8",
 )}  # fmt: skip
-_ERRORS: Final = (ValueError, TypeError, LookupError, AttributeError, NotImplementedError, RuntimeError, AssertionError)
+_ERRORS: Final = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, AssertionError)
 
 
 class View(NamedTuple):
@@ -208,23 +208,25 @@ def as_bytes(page: torch.Tensor) -> torch.Tensor:
 
 
 def _canonical(pool: Any, pieces: int) -> CanonicalForm | None:
+    """None where the pool's tensors or the bytes of a page are not what its layout means."""
     views = _views(pool)
     if not views or pool.dtype not in _DTYPES or not _has_plain_rows(pool):
         return None
-    sizes = {axis: _length(views[0], axis) for axis in "hltd"}
-    k_dim = next(_length(view, "d") for view in views if view.holds in ("k", "kv"))
-    v_dim = next((_length(view, "d") for view in views if view.holds in ("v", "kv")), 0)
-    page_bytes = sizes["h"] * sizes["l"] * sizes["t"] * (k_dim + v_dim) * pool.dtype.itemsize
-    if page_bytes != _page_bytes(pool) or sizes["l"] != pool.layer_num or sizes["t"] != pool.page_size:
+    heads, layers, tokens = (_length(views[0], axis) for axis in "hlt")
+    k_dim = sum(_length(view, "d") for view in views if view.holds != "v")
+    v_dim = sum(_length(view, "d") for view in views if view.holds != "k")
+    page_bytes = heads * layers * tokens * (k_dim + v_dim) * pool.dtype.itemsize
+    told = (int(pool.size_per_token) * int(pool.page_size), pool.layer_num, pool.page_size)
+    if (page_bytes, layers, tokens) != told:
         return None
-    if sizes["h"] % pieces:
-        raise CannotShareError("heads_uneven", f"{sizes['h']} heads of a rank do not make {pieces} equal pieces")
-    each, first = sizes["h"] // pieces, int(pool.start_layer or 0)
-    layers = tuple(range(first, first + sizes["l"]))
-    group = LayerGroup(GroupKind.FULL, layers, each, k_dim, v_dim, _DTYPES[pool.dtype])
+    if heads % pieces:
+        raise CannotShareError("heads_uneven", f"{heads} heads of a rank do not make {pieces} equal pieces")
+    each, first = heads // pieces, int(pool.start_layer or 0)
+    group = LayerGroup(
+        GroupKind.FULL, tuple(range(first, first + layers)), each, k_dim, v_dim, _DTYPES[pool.dtype]
+    )  # fmt: skip
     cut = [[_cut(view, piece, each) for view in views] for piece in range(pieces)]
-    detail: dict[str, Value] = {"form": "canonical"}
-    return CanonicalForm(pool, cut, Layout.of(group), sizes["t"], sizes["t"], detail, each)
+    return CanonicalForm(pool, cut, Layout.of(group), tokens, tokens, {"form": "canonical"}, each)
 
 
 def _has_plain_rows(pool: Any) -> bool:
@@ -291,10 +293,6 @@ def _cut(view: View, piece: int, heads: int) -> View:
         raise ValueError(f"{heads} heads do not fit groups of {inner}")
     group = tensor.narrow(at[0], first // inner, 1)
     return View(group.narrow(at[1], first % inner, heads), axes, holds)
-
-
-def _page_bytes(pool: Any) -> int:
-    return int(pool.size_per_token) * int(pool.page_size)
 
 
 def _runs(pool: Any) -> RunsForm:

@@ -19,8 +19,8 @@ class Options:
 
     `address`: of the daemon, "" for PREFIXCACHE_ADDRESS or the default socket. `model`: the checkpoint's folder, where
     the engine's own `--model-path` does not lead to one. `tenant`: a name that separates; `tenant_key_file`: a file of
-    64 hex digits, a secret that separates better. `ask_timeout_s`: how long one question may take, `store_timeout_s`
-    one step of a store.
+    64 hex digits, a secret that separates better. `ask_timeout_s`: how long one question may take, `load_timeout_s`
+    what has to come from disk, `store_timeout_s` one step of a store.
     """
 
     address: str = ""
@@ -28,10 +28,11 @@ class Options:
     tenant: str = ""
     tenant_key_file: str = ""
     ask_timeout_s: float = 0.5
+    load_timeout_s: float = 1.0
     store_timeout_s: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.ask_timeout_s <= 0 or self.store_timeout_s <= 0:
+        if self.ask_timeout_s <= 0 or self.store_timeout_s <= 0 or self.load_timeout_s < 0:
             raise ValueError(f"{PREFIX}ask_timeout_s and {PREFIX}store_timeout_s must be above 0")
 
     def tenant_key(self) -> bytes | None:

@@ -151,9 +151,9 @@ class Shelf:
                     pages = made()
                     copied = lease.copy_to(pages)
                     reason, moved = copied.reason or reason, copied.size_bytes
-                    if copied.ok:
-                        whole(pages, self._whole(lease.present))
-                        there = self._whole(lease.present)
+                    valid = self._whole(lease.copied)
+                    whole(pages, valid)
+                    there = valid
         except ENGINE_ERRORS as error:
             reason = self._mistake(error)
         count = int(np.count_nonzero(there))

@@ -69,6 +69,7 @@ class PrefixCacheStorage(base.HiCacheStorage):  # type: ignore[misc] # no SGLang
         limits = ClientOptions(
             timeout_s=options.ask_timeout_s,
             store_timeout_s=options.store_timeout_s,
+            load_timeout_s=options.load_timeout_s,
             client_name=f"sglang {label} tp{storage_config.tp_rank}",
             device="",
         )

@@ -23,6 +23,7 @@ def test_our_keys_are_read_and_others_are_left_alone() -> None:
         {"prefixcache.ask_timeout_s": True},
         {"prefixcache.ask_timeout_s": 0},
         {"prefixcache.store_timeout_s": -1.0},
+        {"prefixcache.load_timeout_s": -1.0},
     ],
 )
 def test_what_means_nothing_is_an_error(said: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from prefixcache.server.app import Daemon
 from tests.contract.conftest import start_daemon, stop_daemon
+from tests.e2e.test_disk import flush
 from tests.unit.sglang_adapter.conftest import MakeBackend, write_checkpoint
 from tests.unit.sglang_adapter.stub_sglang import ExtraInfo, Pool, RunsPool, Shape, fill, indices, keys, raw
 
@@ -130,6 +131,31 @@ def test_a_daemon_that_is_full_takes_what_it_can(settings: Any, tmp_path: Path) 
             assert told == [bool(each) for each in shelf.present(keys(6, "b"), prefix=False)]
         assert backend.numbers.not_stored["pool_full"] >= 1
         assert backend.batch_set_v1(keys(6, "b"), indices(pool, range(6))) == [True] * 6, "room came back"
+    finally:
+        backend.close()
+        stop_daemon(small)
+
+
+def test_pages_that_left_memory_come_back_from_disk(settings: Any, tmp_path: Path) -> None:
+    from prefixcache_sglang.storage import PrefixCacheStorage
+    from tests.unit.sglang_adapter.stub_sglang import Config
+
+    small = start_daemon(tmp_path, host_bytes="4MiB", disk=str(tmp_path / "disk"), disk_bytes="64MiB")
+    pool = Pool("page_first", Shape(layers=16, heads=8, dim=32, v_dim=32, page=32, pages=6))  # 512 KiB a page
+    said = {"prefixcache.address": f"unix://{small.config.socket}", "prefixcache.load_timeout_s": 20.0}
+    backend = PrefixCacheStorage(Config(extra_config=said))
+    backend.register_mem_pool_host(pool)
+    try:
+        wanted = []
+        for batch in range(5):
+            fill(pool, batch)
+            wanted += [raw(pool.page(page)) for page in range(6)]
+            assert backend.batch_set_v1(keys(6, f"{batch}"), indices(pool, range(6))) == [True] * 6
+            flush(SimpleNamespace(socket=small.config.socket))  # else what is stored this fast is dropped unwritten
+        for batch in range(5):
+            fill(pool, 99)
+            assert backend.batch_get_v1(keys(6, f"{batch}"), indices(pool, range(6))) == [True] * 6
+            assert [raw(pool.page(page)) for page in range(6)] == wanted[6 * batch : 6 * batch + 6]
     finally:
         backend.close()
         stop_daemon(small)

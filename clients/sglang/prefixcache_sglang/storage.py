@@ -113,31 +113,33 @@ class PrefixCacheStorage(base.HiCacheStorage):  # type: ignore[misc] # no SGLang
 
     def _shelf(self, name: str, pool: Any, facts: EngineFacts, form: Form | None = None) -> Shelf:
         """A pool's door to the cache. Raises CannotShareError."""
-        if form is None:
-            form = form_of(pool, 1)
-            heads = form.layout.groups[0] if isinstance(form, CanonicalForm) else None
-            cut = not placing.is_replicated(self._config, name) if heads is None else placing.heads_are_cut(
-                self._config, heads.kv_heads, heads.v_dim
-            )  # fmt: skip
-            if heads is not None and cut:
-                form = form_of(pool, placing.pieces_of(self._config))
-        else:
-            cut = not placing.is_replicated(self._config, name)
+        form, cut = self._form(name, pool) if form is None else (form, self._is_cut(name, form))
         each = form.heads_each if isinstance(form, CanonicalForm) else 0
         names = placing.suffixes(self._config, cut=cut, heads_each=each, pieces=form.pieces)
         detail: dict[str, Value] = {"pool": name, **form.detail}
         if each and cut:
             detail["heads"] = each * form.pieces * int(self._config.tp_size)
-        packed = int(getattr(pool, "layer_num", 0)) != int(getattr(pool, "target_layer_num", None) or pool.layer_num)
-        if packed or name.startswith(_DRAFT):
-            detail["draft"] = facts.draft_digest()
-            detail["draft_layers"] = int(pool.layer_num) - int(
-                getattr(pool, "target_layer_num", None) or pool.layer_num
-            )
+        drafts = int(getattr(pool, "layer_num", 0)) - int(getattr(pool, "target_layer_num", pool.layer_num))
+        if drafts or name.startswith(_DRAFT):
+            detail |= {"draft": facts.draft_digest(), "draft_layers": drafts}
         namespace = self._namespace(name, form, facts, detail)
         shelf = Shelf(name, self._client.foreign(namespace), form, names, self.counts)
         shelf.writes = placing.is_writer(self._config, cut=cut)
         return shelf
+
+    def _form(self, name: str, pool: Any) -> tuple[Form, bool]:
+        """How a pool keeps pages, in as many pieces as are to be shared, and whether they are this rank's own."""
+        form = form_of(pool, 1)
+        cut = self._is_cut(name, form)
+        if cut and isinstance(form, CanonicalForm):
+            form = form_of(pool, placing.pieces_of(self._config))
+        return form, cut
+
+    def _is_cut(self, name: str, form: Form) -> bool:
+        if isinstance(form, CanonicalForm):
+            group = form.layout.groups[0]
+            return placing.heads_are_cut(self._config, group.kv_heads, group.v_dim)
+        return not placing.is_replicated(self._config, name)
 
     def _namespace(self, name: str, form: Form, facts: EngineFacts, detail: dict[str, Value]) -> Namespace:
         with self._lock:
@@ -177,12 +179,7 @@ class PrefixCacheStorage(base.HiCacheStorage):  # type: ignore[misc] # no SGLang
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         """See the base class."""
         transfers = list(pool_transfers or ())
-        if self._is_logical():
-            # Its pages have no bytes of their own, so what the other pools have is all there is to know.
-            bounded = any(str(_value(each.hit_policy)) == hits.ALL_PAGES for each in transfers)
-            pages = len(keys) if bounded else 0
-        else:
-            pages = self.batch_exists(keys, extra_info)
+        pages = self._main_pages(keys, transfers)
         found: dict[Any, int] = {base.PoolName.KV: pages} if pages else {}
         lengths = list(range(1, pages + 1))
         for transfer in transfers:
@@ -276,6 +273,14 @@ class PrefixCacheStorage(base.HiCacheStorage):  # type: ignore[misc] # no SGLang
     def close(self) -> None:
         """End the session with the daemon; later calls are misses."""
         self._client.close()
+
+    def _main_pages(self, keys: list[str], transfers: Sequence[Any]) -> int:
+        """How many of the main pool's pages there are from the first on."""
+        if not self._is_logical():
+            return self.batch_exists(keys)
+        # Its pages have no bytes of their own, so what the other pools have is all there is to know.
+        bounded = any(str(_value(each.hit_policy)) == hits.ALL_PAGES for each in transfers)
+        return len(keys) if bounded else 0
 
     def _present(self, name: str, keys: Sequence[str], *, prefix: bool) -> np.ndarray[Any, np.dtype[np.bool_]]:
         shelf = self._shelves.get(name)

@@ -106,7 +106,7 @@ class Freer:
                 self._settle(space, records, ends == WriteEnd.OK, (segments, pages), out)
         if event.freed:
             for space, part, rows, _ in disk.live_in(segment):
-                self.remover.lose_records(space, part, rows, out)
+                self.remover.lose_records(space, part, rows)
                 if part in space.optional_parts and space.has_full:
                     self.state.stats.disk_drops[DiskDrop.LOST] += len(rows)
                 else:
@@ -145,7 +145,7 @@ class Freer:
             node = index.node_of(row)
             if node is not None and node.cold and node.state != DETACHED:
                 self.state.stats.disk_drops[DiskDrop.LOST] += 1
-                self.remover.forget_block(space, node, row, out)
+                self.remover.forget_block(space, node, row)
 
     def _begin(self, fate: _Fate, out: list[Command]) -> None:
         disk, segment = self.state.disk, fate.segment
@@ -161,7 +161,7 @@ class Freer:
             assert node.space is not None
             if place:
                 node.space.tree.split(node, place)
-            self.state.stats.disk_drops[DiskDrop.NOT_WANTED] += self.remover.drop_cold(node, out)
+            self.state.stats.disk_drops[DiskDrop.NOT_WANTED] += self.remover.drop_cold(node)
         for space, part, rows, _ in disk.live_in(segment):
             self._lose_hot(space, part, (rows, kept), out)
         segment.frozen = True
@@ -185,7 +185,7 @@ class Freer:
                 mine = mine[~np.isin(mine, kept[node])]
             alone = np.count_nonzero(space.table.parts[part].slots[mine] == NO_SLOT)
             self.state.stats.disk_drops[DiskDrop.NOT_WANTED] += int(alone)
-            self.remover.lose_records(space, part, mine, out)
+            self.remover.lose_records(space, part, mine)
             if node.rank != NOT_QUEUED:
                 space.policy.retick_leaf(node, space.tail_tick(node))
 

@@ -110,7 +110,7 @@ class Planner:
             if state.appeared:
                 self.pinning.settle()
         if state.news:
-            out += state.news
+            out[:0] = state.news
             state.news.clear()
         return out
 

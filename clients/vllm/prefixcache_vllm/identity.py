@@ -27,6 +27,7 @@ from prefixcache.identity.model import namespace_from_hf
 from prefixcache.identity.tensors import TensorFileError
 from prefixcache.identity.weights import weights_digest
 from prefixcache_vllm.options import Options
+from prefixcache_vllm.ranks import Rank, splits
 
 # Ways to load weights that end in what the checkpoint's files say.
 _FROM_FILES: Final = {"auto", "hf", "safetensors", "fastsafetensors", "mistral", "instanttensor"}
@@ -213,7 +214,9 @@ def _check_layout(layout: Layout, specs: Iterable[_Spec], ranks: int) -> None:
             continue  # a draft model's that is numbered behind the model's
         if spec.layer in seen:
             raise CannotShareError("layer_ambiguous", f"more than one KV cache is named as that of layer {spec.layer}")
-        heads = max(1, group.kv_heads // ranks)
+        if not splits(group.kv_heads, ranks):
+            raise CannotShareError("kv_heads_not_divisible", f"{group.kv_heads} KV heads on {ranks} ranks")
+        heads = len(Rank(0, ranks).holds(group.kv_heads))
         size = group.k_dim  # MLA: the latent; else K and V alike
         if (spec.heads, spec.head_size) != (heads, size) or spec.itemsize * 8 != DTYPE_BITS[group.dtype]:
             raise CannotShareError(

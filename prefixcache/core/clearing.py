@@ -93,8 +93,7 @@ class Clearing:
         for node in list((space.tree.root.children or {}).values()):
             counts = self.remover.detach(node)
             gone, held = gone + counts[0], held + counts[1]
-        if self.state.config.publish:
-            out.append(self.state.publish(Change.CLEARED, space, b"", b"", 0))
+        self.state.publish(Change.CLEARED, space, b"", b"", 0)
         return gone, held
 
     def _clear_foreign(self, space: Namespace, index: ForeignIndex, event: ClearRequested, out: list[Command]) -> None:
@@ -164,9 +163,7 @@ class Clearing:
         assert space is not None
         if node.state == DETACHED:
             return 0, 0  # it left with its parent a moment ago
-        if self.state.config.publish:
-            first_key = node.edge[:KEY_BYTES]
-            out.append(self.state.publish(Change.CLEARED, space, first_key, space.parent_key(node), node.start))
+        self.state.publish_subtree(node)
         if space.on_disk:
             self._revoke(space, node, out)
         return self.remover.detach(node)

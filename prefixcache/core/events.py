@@ -14,6 +14,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixcache.core.disk_events import DiskChanged as DiskChanged
+from prefixcache.core.disk_events import DiskForgotten as DiskForgotten
+from prefixcache.core.disk_events import DiskRecovered as DiskRecovered
+from prefixcache.core.disk_events import FlushStarted as FlushStarted
+from prefixcache.core.disk_events import RecoveryDone as RecoveryDone
+from prefixcache.core.disk_events import SegmentLost as SegmentLost
 from prefixcache.core.ids import Generations, LeaseId, NamespaceId, PoolId, ReservationId, Rows, SessionId
 from prefixcache.core.pin_messages import PinEvent
 from prefixcache.core.reasons import Miss
@@ -120,7 +126,8 @@ class ReserveRequested:
 
     keys: the chain from block 0. parents (foreign namespaces only): None, or 32 bytes per key, zeros for no parent.
     part_mask: bit p set = part p will be written. priority (table.LOW, NORMAL, HIGH): of new blocks; those of `keys`
-    that are stored get it as well, if it is higher than theirs.
+    that are stored get it as well, if it is higher than theirs. shared: several sessions fill it, each asking for the
+    same under the same id.
     """
 
     session: SessionId
@@ -132,6 +139,7 @@ class ReserveRequested:
     parents: bytes | None = None
     part_mask: int = ALL_PARTS
     priority: int = NORMAL
+    shared: bool = False
 
 
 @dataclass(slots=True)
@@ -149,8 +157,8 @@ class Coverage:
 
 @dataclass(slots=True)
 class CommitRequested:
-    """Slots were filled. coverage None: all that was granted. more: another commit of this reservation follows (the
-    next rank, the next chunk). Answer: Committed | Refused."""
+    """Slots were filled. coverage None: all that was granted (not where it is shared). more: another commit by this
+    session follows. Answer: Committed | Refused."""
 
     session: SessionId
     reservation: ReservationId
@@ -160,10 +168,12 @@ class CommitRequested:
 
 @dataclass(slots=True)
 class AbortRequested:
-    """The writer gives up and writes no more. What was not made visible comes back. Answer: Aborted | Refused."""
+    """The writer gives up and writes no more. What was not made visible comes back. shared: also where this session
+    has not asked for it, now or later. Answer: Aborted | Refused."""
 
     session: SessionId
     reservation: ReservationId
+    shared: bool = False
 
 
 @dataclass(slots=True)
@@ -320,42 +330,6 @@ class SegmentFreed:
 
 
 @dataclass(slots=True)
-class DiskRecovered:
-    """Records of one segment that an earlier run left, of one namespace, newest segments first; what a tombstone
-    revokes and what a newer record replaces is not among them. Answer: nothing."""
-
-    segment: int
-    namespace: NamespaceId
-    parts: NDArray[np.uint16]
-    pages: NDArray[np.uint32]
-    keys: bytes
-    parents: bytes
-    depths: NDArray[np.uint32]
-
-
-@dataclass(slots=True)
-class RecoveryDone:
-    """Every segment was told (complete: and could be read); what still lacks what stands in front of it never gets it.
-    Answer: nothing."""
-
-    complete: bool = True
-
-
-@dataclass(slots=True)
-class DiskChanged:
-    """The disk works, or part of it does not, from now on. reason: why not, empty if all works. Answer: nothing."""
-
-    reads_on: bool
-    writes_on: bool
-    reason: str = ""
-
-
-@dataclass(slots=True)
-class FlushStarted:
-    """Write everything that only memory holds, as far as the disk takes it. Answer: nothing."""
-
-
-@dataclass(slots=True)
 class TimePassed:
     """Nothing but time. Leases and reservations whose time is over end (every other event does this as well)."""
 
@@ -390,6 +364,8 @@ Event: TypeAlias = (
     | SegmentFreed
     | DiskRecovered
     | RecoveryDone
+    | SegmentLost
+    | DiskForgotten
     | DiskChanged
     | FlushStarted
     | TimePassed

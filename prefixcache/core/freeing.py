@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from prefixcache.core.commands import Command, FreeSegment, Records, RevokeRecords
 from prefixcache.core.disk import Segment
-from prefixcache.core.events import SegmentFreed, WriteEnd
+from prefixcache.core.events import SegmentFreed, SegmentLost, WriteEnd
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Rows
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.radix import DETACHED, NOT_QUEUED, Node
@@ -105,14 +105,30 @@ class Freer:
             if space is not None:
                 self._settle(space, records, ends == WriteEnd.OK, (segments, pages), out)
         if event.freed:
-            for space, part, rows, _ in disk.live_in(segment):
-                self.remover.lose_records(space, part, rows, out)
-                if part in space.optional_parts and space.has_full:
-                    self.state.stats.disk_drops[DiskDrop.LOST] += len(rows)
-                else:
-                    self._forget_cold(space, rows, out)
-                self.remover.reorder(space, rows)  # what came back to memory meanwhile is only there now
-            del disk.segments[event.segment]
+            self._lose(segment, out)
+
+    def lost(self, event: SegmentLost, out: list[Command]) -> None:
+        """A segment is gone without having been freed."""
+        segment = self.state.disk.segments.get(event.segment)
+        if segment is not None:
+            self._lose(segment, out)
+
+    def lose_all(self, out: list[Command]) -> None:
+        """Every segment is gone; what was being freed with them."""
+        for segment in list(self.state.disk.segments.values()):
+            self._lose(segment, out)
+        self.freeing.clear()
+        self._kept_bytes.clear()
+
+    def _lose(self, segment: Segment, out: list[Command]) -> None:
+        for space, part, rows, _ in self.state.disk.live_in(segment):
+            self.remover.lose_records(space, part, rows)
+            if part in space.optional_parts and space.has_full:
+                self.state.stats.disk_drops[DiskDrop.LOST] += len(rows)
+            else:
+                self._forget_cold(space, rows, out)
+            self.remover.reorder(space, rows)  # what came back to memory meanwhile is only there now
+        del self.state.disk.segments[segment.number]
 
     def _settle(
         self,
@@ -145,7 +161,7 @@ class Freer:
             node = index.node_of(row)
             if node is not None and node.cold and node.state != DETACHED:
                 self.state.stats.disk_drops[DiskDrop.LOST] += 1
-                self.remover.forget_block(space, node, row, out)
+                self.remover.forget_block(space, node, row)
 
     def _begin(self, fate: _Fate, out: list[Command]) -> None:
         disk, segment = self.state.disk, fate.segment
@@ -161,7 +177,7 @@ class Freer:
             assert node.space is not None
             if place:
                 node.space.tree.split(node, place)
-            self.state.stats.disk_drops[DiskDrop.NOT_WANTED] += self.remover.drop_cold(node, out)
+            self.state.stats.disk_drops[DiskDrop.NOT_WANTED] += self.remover.drop_cold(node)
         for space, part, rows, _ in disk.live_in(segment):
             self._lose_hot(space, part, (rows, kept), out)
         segment.frozen = True
@@ -185,7 +201,7 @@ class Freer:
                 mine = mine[~np.isin(mine, kept[node])]
             alone = np.count_nonzero(space.table.parts[part].slots[mine] == NO_SLOT)
             self.state.stats.disk_drops[DiskDrop.NOT_WANTED] += int(alone)
-            self.remover.lose_records(space, part, mine, out)
+            self.remover.lose_records(space, part, mine)
             if node.rank != NOT_QUEUED:
                 space.policy.retick_leaf(node, space.tail_tick(node))
 

@@ -140,7 +140,7 @@ def host_with(host: Host, server: Server) -> Host:
     assert hits == server.metric(HITS) / 640
     assert server.metric(f"{OURS}load_seconds_count") == server.metric(f"{OURS}loads_total") == hits
     assert server.metric(f"{OURS}load_bytes_total") > 0
-    assert server.metric(f"{OURS}not_loaded_total", reason="not_stored") == 0
+    assert server.metric(f"{OURS}not_loaded_total", reason="not_cached") == 0
     loaded = host.cold[str(LONG)]
     host.serve(server)
     assert host.cold[str(LONG)] == loaded
@@ -153,7 +153,7 @@ def test_second_server_reuses_and_counts(second: Host) -> None:
     def counted() -> bool:
         """With a later step, unless the daemon's answer came too late."""
         second.server.complete(OTHERS[0], max_tokens=1, cache_salt=f"nobody's {next(salts)}")
-        return second.server.metric(f"{OURS}not_loaded_total", reason="not_stored") > 0
+        return second.server.metric(f"{OURS}not_loaded_total", reason="not_cached") > 0
 
     assert wait_until(counted)
     assert second.reuse_returns()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
+
 from prefixcache.core.commands import Acquired
 from prefixcache.core.events import AcquireRequested, SegmentFreed
 from prefixcache.core.gpu import GpuTier
@@ -39,6 +41,21 @@ def stored_keys(space: Namespace) -> set[bytes]:
         held = space.any_part(rows)
         stored.update(key for key, here in zip(keys, held.tolist(), strict=True) if here)
     return stored
+
+
+def hidden_keys(space: Namespace) -> set[bytes]:
+    """Keys of blocks that nobody can see yet."""
+    hidden = [node for node in subtree(space.tree.root) if node.state != VISIBLE]
+    return {node.edge[at : at + KEY_BYTES] for node in hidden for at in range(0, len(node.edge), KEY_BYTES)}
+
+
+def cold_keys(space: Namespace) -> set[bytes]:
+    """Keys of stored blocks that the table says are on disk only."""
+    found: set[bytes] = set()
+    for rows, keys in visible_nodes(space):
+        held = space.any_part(rows) & space.table.cold[rows] if space.on_disk else np.zeros(len(rows), np.bool_)
+        found.update(key for key, here in zip(keys, held.tolist(), strict=True) if here)
+    return found
 
 
 def check_bytes(space: Namespace, memory: Memory) -> None:

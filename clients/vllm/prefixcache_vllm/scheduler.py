@@ -278,7 +278,8 @@ class SchedulerSide:
 
     def _known(self, request: Any, computed: int) -> int:
         """Of `computed` tokens those to save. Tokens not known yet (drafts, results on their way) wait."""
-        return min(computed, request.num_prompt_tokens if self._options.prompt_only else request.num_tokens)
+        most: int = request.num_prompt_tokens if self._options.prompt_only else request.num_tokens
+        return min(computed, most)
 
     def _save(
         self, orders: StepOrders, entry: Entry, request: Any, computed: int, table: tuple[list[int], ...] | None

@@ -346,7 +346,7 @@ class DiskStore:
         return entries
 
     def _room_bytes(self) -> int:
-        return self.tier.status().free_bytes if self.tier is not None else 0
+        return self.tier.free_bytes if self.tier is not None else 0
 
     @staticmethod
     def _not_written(job: int, count: int) -> e.RecordsWritten:

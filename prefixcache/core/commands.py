@@ -300,6 +300,11 @@ class RevokeRecords:
 
 
 @dataclass(slots=True)
+class MoreToDo:
+    """There is something that need not be done before an answer. Ends in WorkResumed, when nobody waits for one."""
+
+
+@dataclass(slots=True)
 class Arrived:
     """More of a lease can be read: `ready_blocks` of its planned ones from now on, `runs` those that are new. stop: the
     rest will not come, for this reason. done: nothing more will be told of this lease."""
@@ -385,7 +390,7 @@ Reply: TypeAlias = (
 )
 Order: TypeAlias = (
     SetGenerations | CopySlots | ComputeChecksum | VerifyParts | PromoteSlots | WriteRecords | ReadRecords
-    | CancelReads | FreeSegment | RevokeRecords
+    | CancelReads | FreeSegment | RevokeRecords | MoreToDo
     | LeaseEnded | ReservationEnded | PinEnded | DrainFinished | NamespaceForgotten | Published | Arrived
 )  # fmt: skip
 Command: TypeAlias = Reply | Order

@@ -356,6 +356,11 @@ class FlushStarted:
 
 
 @dataclass(slots=True)
+class WorkResumed:
+    """Nobody waits for an answer: one step of what MoreToDo spoke of. Answer: nothing, maybe another MoreToDo."""
+
+
+@dataclass(slots=True)
 class TimePassed:
     """Nothing but time. Leases and reservations whose time is over end (every other event does this as well)."""
 
@@ -385,12 +390,6 @@ Event: TypeAlias = (
     | SnapshotRequested
     | SnapshotRestored
     | ArrivalsCancelled
-    | RecordsWritten
-    | RecordsRead
-    | SegmentFreed
-    | DiskRecovered
-    | RecoveryDone
-    | DiskChanged
-    | FlushStarted
-    | TimePassed
-)
+    | RecordsWritten | RecordsRead | SegmentFreed | DiskRecovered | RecoveryDone | DiskChanged | FlushStarted
+    | WorkResumed | TimePassed
+)  # fmt: skip

@@ -89,6 +89,7 @@ class DiskStore:
         self._revoking = 0  # tombstones ordered and not written yet
         self._revoked_one = threading.Condition()
         self._shell: Shell | None = None
+        self._post: Callable[[e.Event], None] = lambda _: None  # the end of an order; nothing is ordered before `start`
         self.namespaces_known: Callable[[], None] = lambda: None  # told before anything that is there
         self.tier: DiskTier | None = None
         self.report = DiskReport()
@@ -105,7 +106,7 @@ class DiskStore:
 
     def start(self, shell: Shell) -> None:
         """Begin to work, and to tell what is there."""
-        self._shell = shell
+        self._shell, self._post = shell, shell.background.post
         self._worker.start()
         self._recovery.start()
 
@@ -236,16 +237,16 @@ class DiskStore:
         records = order.records
         name = self._registered(records.namespace)
         if self.tier is None or name is None:
-            self._send(self._not_written(order.job, len(records.rows)))
+            self._post(self._not_written(order.job, len(records.rows)))
             return
         entries = self._entries(records, name)
         at = records.slots.astype(np.int64) * SLOT_GRANULE
 
         def ended(told: Ended) -> None:
             entries = told.entries
-            segments, pages = entries["segment"].astype(np.uint32), entries["page"].astype(np.uint32)
+            places = entries["segment"].astype(np.uint32), entries["page"].astype(np.uint32)
             index, ends = told.which.astype(np.uint32), _write_ends(told.outcomes)
-            self._send(e.RecordsWritten(told.job, index, ends, segments, pages, self._room_bytes()))
+            self._post(e.RecordsWritten(told.job, index, ends, *places, self._room_bytes()))
 
         self.tier.write(order.job, self._memory, at, entries, ended, order.digests)
 
@@ -253,8 +254,8 @@ class DiskStore:
         records = order.records
         name = self._names.get(records.namespace)
         if self.tier is None or name is None:
-            index = np.arange(len(records.rows), dtype=np.uint32)
-            self._send(e.RecordsRead(order.job, index, np.full(len(index), e.ReadEnd.FAILED, np.uint8)))
+            nothing = np.full(len(records.rows), e.ReadEnd.FAILED, np.uint8)
+            self._post(e.RecordsRead(order.job, np.arange(len(nothing), dtype=np.uint32), nothing))
             return
         at = records.slots.astype(np.int64) * SLOT_GRANULE
 
@@ -264,7 +265,7 @@ class DiskStore:
             if unknown:
                 log.warning("a block on disk has an unknown codec", extra={"facts": {"records": unknown}})
             ends = np.where(told.outcomes == Outcome.OK, e.ReadEnd.OK, np.where(lost, e.ReadEnd.LOST, e.ReadEnd.FAILED))
-            self._send(e.RecordsRead(told.job, told.which.astype(np.uint32), ends.astype(np.uint8)))
+            self._post(e.RecordsRead(told.job, told.which.astype(np.uint32), ends.astype(np.uint8)))
 
         self.tier.read(order.job, self._memory, at, self._entries(records, name), ended)
 
@@ -285,7 +286,7 @@ class DiskStore:
                 np.split(entries["page"].astype(np.uint32), cuts),
             )
             kept = tuple(zip(*split, strict=True)) if pieces else ()
-            self._send(e.SegmentFreed(order.segment, told.freed, kept, self._room_bytes()))
+            self._post(e.SegmentFreed(order.segment, told.freed, kept, self._room_bytes()))
 
         assert self.tier is not None  # nothing was written without it
         self.tier.free(order.segment, keep, ended)

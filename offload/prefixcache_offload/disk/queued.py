@@ -39,8 +39,9 @@ class WriteJob:
     def __post_init__(self) -> None:
         """Look at all records at once for what each of them will be asked."""
         self.segments, self.pages = self.entries["segment"], self.entries["page"]
-        none = np.zeros(len(self.entries), np.bool_)
-        self.checked = none if self.expected is None else self.expected.any(axis=1)
+        self.checked = np.zeros(len(self.entries), np.bool_)
+        if self.expected is not None:
+            self.checked[:] = self.expected.any(axis=1)
 
 
 @dataclass(eq=False, slots=True)

@@ -76,7 +76,7 @@ class Writer:
                 job.admitted(entries)
             columns = (entries["length"], stored_bytes(entries), entries["kind"] == _TOMBSTONE, revoked)
             told = enumerate(zip(*(column.tolist() for column in columns), strict=True))
-            refusals = [self._admit(Item(job, i, length, size, stone), gone=gone) for i, (length, size, stone, gone) in told]
+            refusals = [self._admit(Item(job, i, *about), gone=gone) for i, (*about, gone) in told]
             shared.writes_wait.notify(len(entries))
         outcomes = np.array(refusals, np.uint8)
         refused = np.flatnonzero(outcomes)

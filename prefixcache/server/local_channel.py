@@ -149,7 +149,7 @@ class LocalChannel:
         """One step of what nobody waits for; whether more waits."""
         try:
             return self._backend.background.step()
-        except Exception as failure:  # noqa: BLE001  # the shell's top loop: calls get the planner's failure as answer
+        except Exception as failure:  # the shell's top loop: calls get the planner's failure as answer
             log.critical("an event failed", exc_info=failure)
             return True
 

@@ -12,6 +12,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,29 @@ from engine_child import VOCABULARY, Child, make_model
 
 from prefixcache.cli.bench import daemon
 
-PAIRS = 40
+SECTIONS = ("first_tokens", "overhead", "scheduler", "loads", "start")
+IN_A_ROW = 3
+"""Requests one behind the other in one measurement: what the first ones store costs the next ones."""
 RESAMPLES = 2000
 MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured. `pairs`: of requests that share nothing; `requests`: for the scheduler's cost."""
+
+    model: str
+    heavy_model: str
+    pool_bytes: int
+    prompts: tuple[int, ...]
+    rounds: int
+    pairs: int
+    requests: int
+    load_pairs: int
+
+
+FULL = Sizes("mid", "heavy", 1536 * MIB, (2048, 8192), 3, 40, 200, 12)
+QUICK = Sizes("tiny", "tiny", 256 * MIB, (512, 1024), 2, 4, 8, 2)
 
 
 def main() -> int:
@@ -29,27 +50,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="only the JSON object on standard output")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it works, not how fast")
-    quick = bool(parser.parse_args().quick)
+    parser.add_argument(
+        "--only", choices=SECTIONS, nargs="*", default=SECTIONS, help="what to measure; else everything"
+    )
+    options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="prefixcache-engines-"))
     try:
-        figures = measure(folder, quick=quick)
+        figures = measure(folder, set(options.only), quick=options.quick)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps(figures))
     return 0
 
 
-def measure(folder: Path, *, quick: bool) -> dict[str, Any]:
+def measure(folder: Path, sections: set[str], *, quick: bool) -> dict[str, Any]:
     """All figures; seconds unless the name says otherwise."""
-    kinds = ("tiny", "tiny") if quick else ("mid", "heavy")
-    models = {kind: make_model(kind, folder / kind) for kind in dict.fromkeys(kinds)}
+    sizes = QUICK if quick else FULL
+    models = {kind: make_model(kind, folder / kind) for kind in {sizes.model, sizes.heavy_model, "tiny"}}
     figures: dict[str, Any] = {}
-    with daemon.running((256 if quick else 1536) * MIB) as running:
+    with daemon.running(sizes.pool_bytes) as running:
         address = running.address
-        sizes = (512, 1024) if quick else (2048, 8192)
-        figures["vllm"] = first_tokens(models[kinds[0]], address, sizes, rounds=2 if quick else 3)
-        figures |= overhead(models[kinds[0]], address, pairs=4 if quick else PAIRS)
-        figures |= loads(models[kinds[1]], address, 1024 if quick else 8192, rounds=2 if quick else 3)
+        if "first_tokens" in sections:
+            figures["vllm"] = first_tokens(models[sizes.model], address, sizes.prompts, sizes.rounds)
+        if "overhead" in sections:
+            figures |= overhead(models[sizes.model], address, sizes.pairs)
+        if "scheduler" in sections:
+            figures |= scheduler(models["tiny"], address, sizes.requests)
+        if "loads" in sections:
+            figures |= loads(models[sizes.heavy_model], address, sizes.prompts[-1], sizes.load_pairs)
+        if "start" in sections:
+            figures |= start(models["tiny"], folder)
     return figures
 
 
@@ -89,42 +119,74 @@ def overhead(model: Path, address: str, pairs: int) -> dict[str, float]:
             engine.warm_up()
         ratios = []
         for i in range(pairs):
-            each = prompt(10_000 + i, 512)
+            each = [prompt(10_000 + i * IN_A_ROW + j, 256) for j in range(IN_A_ROW)]
             order = [(ours, "with"), (plain, "without")] if i % 2 else [(plain, "without"), (ours, "with")]
-            took = {name: engine.request_s(each, 8) for engine, name in order}
+            took = {name: engine.request_s(*each, max_tokens=8) for engine, name in order}
             ratios.append(took["without"] / took["with"])
-        for i in range(max(4, pairs // 2)):
-            ours.request_s(prompt(20_000 + i, 2048), 1)
-        profile = ours.profile()
-    low_high = sorted(statistics.median(random.Random(i).choices(ratios, k=len(ratios))) for i in range(RESAMPLES))
+        for i in range(max(4, pairs // 4)):
+            ours.request_s(prompt(20_000 + i, 2048), max_tokens=1)
+        share = ours.profile()["share"]
+    low, high = interval(ratios)
     return {
-        "no_reuse_ratio": low_high[int(0.975 * RESAMPLES)],
+        "no_reuse_ratio": high,
+        "no_reuse_ratio_low": low,
         "no_reuse_ratio_median": statistics.median(ratios),
-        "client_cpu_share": profile["share"],
-        "scheduler_us_p99": profile["scheduler_us_p99"],
-        "scheduler_us_p50": profile["scheduler_us_p50"],
-        "start_extra_s": ours.connector_start_s,
+        "client_cpu_share": share,
     }
 
 
-def loads(model: Path, address: str, tokens: int, rounds: int) -> dict[str, float]:
-    """The same prefix into an engine that decodes meanwhile: loaded beside its steps, and inside one."""
+def scheduler(model: Path, address: str, requests: int) -> dict[str, float]:
+    """The connector's CPU time on the scheduler's thread, of requests of 2,048 tokens that share nothing."""
+    with Child(model, address, profile=True) as engine:
+        engine.warm_up()
+        for i in range(requests):
+            engine.request_s(prompt(30_000 + i, 2048), max_tokens=1)
+        profile = engine.profile()
+    return {name: profile[name] for name in ("scheduler_us_p50", "scheduler_us_p99")}
+
+
+def loads(model: Path, address: str, tokens: int, pairs: int) -> dict[str, float]:
+    """The same prefix into two engines that decode meanwhile, in turn: loaded beside the steps, and inside one."""
     shared = prompt(77, tokens)
-    with Child(model, address) as engine:
-        engine.first_token_s(shared)
-        engine.settle()
     took: dict[str, list[float]] = {"async": [], "sync": []}
-    for _ in range(2):
-        for kind in took:
-            with Child(model, address, connector={"load": kind}) as engine:
-                engine.warm_up()
-                took[kind] += [engine.first_token_beside_s(shared) for _ in range(rounds)]
-    medians = {kind: statistics.median(times) for kind, times in took.items()}
+    with (
+        Child(model, address, connector={"load": "async"}) as beside,
+        Child(model, address, connector={"load": "sync"}) as inside,
+    ):
+        engines = {"async": beside, "sync": inside}
+        for engine in engines.values():
+            engine.warm_up()
+        beside.first_token_s(shared)
+        beside.settle()
+        for engine in engines.values():
+            engine.first_token_beside_s(shared)  # touches the pool's pages
+        for i in range(pairs):
+            for kind in ("async", "sync") if i % 2 else ("sync", "async"):
+                took[kind].append(engines[kind].first_token_beside_s(shared))
+    ratios = [one / other for one, other in zip(took["async"], took["sync"], strict=True)]
+    low, high = interval(ratios)
     return {
-        "async_over_sync": medians["async"] / medians["sync"],
-        "async_load_ttft_s": medians["async"],
-        "sync_load_ttft_s": medians["sync"],
+        "async_over_sync": statistics.median(ratios),
+        "async_over_sync_low": low,
+        "async_over_sync_high": high,
+        "async_load_ttft_s": statistics.median(took["async"]),
+        "sync_load_ttft_s": statistics.median(took["sync"]),
     }
+
+
+def start(model: Path, folder: Path) -> dict[str, float]:
+    """What an engine's start gets longer by when no daemon is there."""
+    took = []
+    for _ in range(3):
+        with Child(model, f"unix://{folder}/nobody.sock") as engine:
+            took.append(engine.connector_start_s)
+    return {"start_extra_s": statistics.median(took)}
+
+
+def interval(ratios: list[float]) -> tuple[float, float]:
+    """The 95% interval of the median, by bootstrap."""
+    medians = sorted(statistics.median(random.Random(i).choices(ratios, k=len(ratios))) for i in range(RESAMPLES))
+    return medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)]
 
 
 def prompt(seed: int, tokens: int) -> list[int]:

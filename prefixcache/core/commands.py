@@ -160,12 +160,13 @@ class Reserved:
 @dataclass(slots=True)
 class Committed:
     """stored: blocks that became visible or will when their parent does; dropped: by reason; open_blocks: still to be
-    filled (0 with more=False: the reservation is over)."""
+    filled; over: the reservation is."""
 
     reservation: ReservationId
     stored: int
     dropped: dict[Skip, int]
     open_blocks: int
+    over: bool = False
 
 
 @dataclass(slots=True)
@@ -176,7 +177,8 @@ class Aborted:
 
 @dataclass(slots=True)
 class ReservationEnded:
-    """A reservation ran out or its session ended. quarantined_slots wait for the writer's Commit, Abort or exit."""
+    """A reservation ran out, a session of it ended, or one of several writers gave it up. quarantined_slots wait for
+    the Commit, Abort or exit of all who may still write. session: that which asked first."""
 
     reservation: ReservationId
     session: SessionId
@@ -351,43 +353,35 @@ class SnapshotLoaded:
 
 
 class Change(StrEnum):
+    """MOVED: blocks that stay are somewhere else now. CLEARED: a whole namespace."""
+
     STORED = "stored"
     REMOVED = "removed"
+    MOVED = "moved"
     CLEARED = "cleared"
 
 
 @dataclass(slots=True)
 class Published:
-    """For WatchEvents. keys: packed, consecutive blocks from `first_block`, below `parent` (empty: the root).
-    CLEARED: keys empty means the whole namespace. sequence: gapless from 1. tier: HOST is what the daemon holds at all
-    (on disk as well); GPU is about copies only, STORED and REMOVED, and takes nothing from what HOST said."""
+    """For WatchEvents, in the order in which it happened. keys: packed, consecutive blocks from `first_block`, below
+    `parent` (empty: the root); none with CLEARED. tier: HOST is in memory, maybe on disk as well, DISK is on disk only;
+    a block is in one of them at a time, MOVED tells a change. GPU is about copies only, STORED and REMOVED, and takes
+    nothing from what the others said; each of its pools for itself."""
 
-    sequence: int
     change: Change
     namespace: NamespaceId
+    fingerprint: bytes
     keys: bytes
     parent: bytes
     first_block: int
     tier: Tier
+    pool: PoolId = 0
 
 
 Reply: TypeAlias = (
-    Refused
-    | SessionReady
-    | SessionClosed
-    | NamespaceReady
-    | Acquired
-    | LeaseExtended
-    | Released
-    | LookedUp
-    | Reserved
-    | Committed
-    | Aborted
-    | PinReply
-    | Cleared
-    | SnapshotTaken
-    | SnapshotLoaded
-)
+    Refused | SessionReady | SessionClosed | NamespaceReady | Acquired | LeaseExtended | Released | LookedUp
+    | Reserved | Committed | Aborted | PinReply | Cleared | SnapshotTaken | SnapshotLoaded
+)  # fmt: skip
 Order: TypeAlias = (
     SetGenerations | CopySlots | ComputeChecksum | VerifyParts | PromoteSlots | WriteRecords | ReadRecords
     | CancelReads | FreeSegment | RevokeRecords | MoreToDo

@@ -149,7 +149,7 @@ class Demoter:
             node = index.node_of(row)
             if node is not None and node.state != DETACHED:
                 self.state.stats.parts_failed_verification += 1
-                self.state.stats.blocks_cleared += self.remover.forget_block(space, node, row, out)
+                self.state.stats.blocks_cleared += self.remover.forget_block(space, node, row)
 
     def _end(self, number: int, job: WriteJob) -> None:
         del self.jobs[number]

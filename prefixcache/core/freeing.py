@@ -165,11 +165,11 @@ class Freer:
                 self._settle(space, records, ends == WriteEnd.OK, (segments, pages), out)
         if event.freed:
             for space, part, rows, _ in disk.live_in(segment):
-                self.remover.lose_records(space, part, rows, out)
+                self.remover.lose_records(space, part, rows)
                 if part in space.optional_parts and space.has_full:
                     self.state.stats.disk_drops[DiskDrop.LOST] += len(rows)
                 else:
-                    self._forget_cold(space, rows, out)
+                    self._forget_cold(space, rows)
                 self.remover.reorder(space, rows)  # what came back to memory meanwhile is only there now
             disk.drop(event.segment)
 
@@ -197,14 +197,14 @@ class Freer:
             keys = np.frombuffer(records.keys, np.uint8).reshape(-1, KEY_BYTES)[gone]
             out.append(RevokeRecords(space.number, keys.tobytes()))
 
-    def _forget_cold(self, space: Namespace, rows: Rows, out: list[Command]) -> None:
+    def _forget_cold(self, space: Namespace, rows: Rows) -> None:
         index = space.tree.index
         assert index is not None
         for row in rows.tolist():
             node = index.node_of(row)
             if node is not None and node.cold and node.state != DETACHED:
                 self.state.stats.disk_drops[DiskDrop.LOST] += 1
-                self.remover.forget_block(space, node, row, out)
+                self.remover.forget_block(space, node, row)
 
     def _empty(self, emptying: _Emptying, out: list[Command]) -> None:
         """Decides about some nodes of a segment: tails leave at once, the rest is to be appended again. When all are
@@ -213,10 +213,10 @@ class Freer:
             space, nodes = emptying.todo.take(_NODES_EMPTIED)
             for node in nodes:
                 if node.state == DETACHED:  # cleared, and a lease holds it: that is no reason to keep its record
-                    self._lose_hot(space, emptying.segment.number, (node, node.row_array()), out)
+                    self._lose_hot(space, emptying.segment.number, node, node.row_array())
             nodes = [node for node in nodes if node.state != DETACHED]
             if nodes:
-                self._decide(emptying, Look(space, nodes, emptying.segment.number), out)
+                self._decide(emptying, Look(space, nodes, emptying.segment.number))
             return
         # Nodes that were split, and blocks that left memory, since.
         for space, rows in self._undecided(emptying):
@@ -224,7 +224,7 @@ class Freer:
         if not emptying.todo:
             self._order(emptying, out)
 
-    def _decide(self, emptying: _Emptying, look: Look, out: list[Command]) -> None:
+    def _decide(self, emptying: _Emptying, look: Look) -> None:
         space, segment = look.space, emptying.segment
         cuts, kept = look.judge(set(), mercy=emptying.mercy)
         # Before any node is split: places are those of now.
@@ -235,11 +235,11 @@ class Freer:
         for place, (node, cut) in enumerate(zip(look.nodes, cuts, strict=True)):
             if not node.cold:
                 mine = look.of_node(place)
-                self._lose_hot(space, segment.number, (node, look.rows[mine][~kept[mine]]), out)
+                self._lose_hot(space, segment.number, node, look.rows[mine][~kept[mine]])
             elif cut < node.count:
                 if cut:
                     space.tree.split(node, cut)
-                self.state.stats.disk_drops[DiskDrop.NOT_WANTED] += self.remover.drop_cold(node, out)
+                self.state.stats.disk_drops[DiskDrop.NOT_WANTED] += self.remover.drop_cold(node)
 
     def _undecided(self, emptying: _Emptying) -> list[tuple[Namespace, Rows]]:
         """Rows with a record in the segment that is not among those to be kept."""
@@ -261,15 +261,14 @@ class Freer:
         self.freeing[emptying.segment.number] = tuple(keep)
         out.append(FreeSegment(emptying.segment.number, tuple(keep)))
 
-    def _lose_hot(self, space: Namespace, segment: int, found: tuple[Node, Rows], out: list[Command]) -> None:
-        """Blocks in memory are only in memory from now on. found: a node, and its rows that are not kept."""
-        node, rows = found
+    def _lose_hot(self, space: Namespace, segment: int, node: Node, rows: Rows) -> None:
+        """Blocks in memory are only in memory from now on. rows: those of the node that are not kept."""
         for part, column in enumerate(space.table.parts):
             mine = rows[column.segments[rows] == segment]
             if len(mine):
                 alone = np.count_nonzero(column.slots[mine] == NO_SLOT)
                 self.state.stats.disk_drops[DiskDrop.NOT_WANTED] += int(alone)
-                self.remover.lose_records(space, part, mine, out)
+                self.remover.lose_records(space, part, mine)
         if node.rank != NOT_QUEUED:
             space.policy.retick_leaf(node, space.tail_tick(node))
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prefixcache.core.commands import Change, Published
-from prefixcache.core.ids import KEY_BYTES, NO_SLOT, LeaseId, NamespaceId, Rows, Slots, Tier
+from prefixcache.core.commands import Change
+from prefixcache.core.ids import NO_SLOT, LeaseId, NamespaceId, Rows, Slots, Tier
 from prefixcache.core.nodes import NodeIndex
 from prefixcache.core.policy.base import UNKNOWN_BIRTH, EvictionPolicy
 from prefixcache.core.radix import DETACHED, NOT_QUEUED, Node, Path, Pin, RadixTree, pin_path, subtree, unpin
@@ -26,6 +26,7 @@ from prefixcache.core.reasons import CopyDrop
 from prefixcache.core.slots import SlabPool
 from prefixcache.core.spec import PoolSpec
 from prefixcache.core.table import PartColumn
+from prefixcache.core.telling import news_of
 
 if TYPE_CHECKING:
     from prefixcache.core.namespaces import Namespace
@@ -144,7 +145,7 @@ class GpuTier:
         space = copies.space
         policy = self.policy_of(space)
         node = copies.tree.graft(path, keys, rows.astype("<u4").tobytes())
-        self._publish(Change.STORED, copies, node, 0)
+        self._publish(Change.STORED, node, 0)
         if policy.remembers:
             policy.stored(space, node, UNKNOWN_BIRTH)
         above = node.parent
@@ -275,7 +276,7 @@ class GpuTier:
         count = policy.run_length(node, min(loose, most)) if min(loose, most) > 1 else 1
         copies = self.copies[space.number]
         above = node.parent
-        self._publish(Change.REMOVED, copies, node, node.count - count)
+        self._publish(Change.REMOVED, node, node.count - count)
         if count == node.count:
             policy.remove_leaf(node)
         if policy.remembers:
@@ -313,7 +314,7 @@ class GpuTier:
         leased = False
         for below in list(subtree(node)):
             policy.remove_leaf(below)
-            self._publish(Change.REMOVED, copies, below, 0)
+            self._publish(Change.REMOVED, below, 0)
             rows = below.row_array()
             if policy.remembers:
                 policy.forgotten(copies.space, rows)
@@ -330,14 +331,7 @@ class GpuTier:
             self.slots.release(slots)
         self.offer_leaf(above)
 
-    def _publish(self, change: Change, copies: Copies, node: Node, first: int) -> None:
+    def _publish(self, change: Change, node: Node, first: int) -> None:
         """For those who watch events: the blocks of a node from its `first` on."""
-        state = self.state
-        if not state.config.publish:
-            return
-        state.sequence += 1
-        at = first * KEY_BYTES
-        parent = node.edge[at - KEY_BYTES : at] if at else copies.space.parent_key(node)
-        keys = node.edge[at:]
-        number = copies.space.number
-        state.news.append(Published(state.sequence, change, number, keys, parent, node.start + first, Tier.GPU))
+        if self.state.config.publish:
+            self.state.news.append(news_of(change, node, (first, node.count), Tier.GPU, self.pool))

@@ -94,7 +94,7 @@ class Lander:
             rows = load.records.rows[lost[load.records.parts[lost] == part]]
             if len(rows):
                 self.state.stats.disk_drops[DiskDrop.LOST] += len(rows)
-                self.remover.lose_records(space, part, rows, out)
+                self.remover.lose_records(space, part, rows)
                 self.remover.reorder(space, rows)
 
     def _settle(self, load: Load, out: list[Command]) -> None:
@@ -207,8 +207,8 @@ class Lander:
         for row in rows[~again].tolist():
             node = index.node_of(row)
             if node is not None and node.state != DETACHED:
-                self.remover.forget_block(space, node, row, out)
+                self.remover.forget_block(space, node, row)
         if again.any():
             for part in set(load.slots) & set(space.full_parts):
-                self.remover.lose_records(space, part, rows[again], out)
+                self.remover.lose_records(space, part, rows[again])
             self.remover.reorder(space, rows[again])

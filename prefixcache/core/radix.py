@@ -154,6 +154,7 @@ class RadixTree:
         self.root = Node(space, None, 0, b"", b"")
         self.space = space
         self.index: NodeIndex | None = None
+        self.reshaped: list[list[Node]] = []  # of each tour under way (telling.Tour): nodes it is to look at again
 
     def walk(self, keys: bytes, highest: int = VISIBLE) -> Path:
         """The longest path along `keys` through nodes whose state is at most `highest`."""
@@ -235,6 +236,8 @@ class RadixTree:
         upper.held = int(node.is_held)
         if self.index is not None:
             self.index.add(upper)
+        for waiting in self.reshaped:
+            waiting.append(upper)
         return upper
 
     def join(self, node: Node) -> None:
@@ -259,6 +262,9 @@ class RadixTree:
             for pin in parent.pins:
                 pin.node = node
             node.pins = parent.pins | (node.pins or set())
+        parent.state = DETACHED  # it is no more, but may be waiting in a tour
+        for waiting in self.reshaped:
+            waiting.append(node)
 
     def set_cold(self, node: Node, *, cold: bool) -> None:
         """All blocks of a node left memory, or are in it again."""
@@ -320,11 +326,9 @@ def hot_from(node: Node) -> Node:
 
 def first_row_of(rows: bytes) -> int:
     """See `Node.first_row`."""
-    if not rows:
-        return -1
+    if len(rows) <= ROW_BYTES:
+        return int.from_bytes(rows, "little") if rows else -1
     first = int.from_bytes(rows[:ROW_BYTES], "little")
-    if len(rows) == ROW_BYTES:
-        return first
     end = first + len(rows) // ROW_BYTES
     if int.from_bytes(rows[-ROW_BYTES:], "little") != end - 1:
         return -1
@@ -338,8 +342,7 @@ def path_to(node: Node, depth: int) -> Path:
     while above is not None and above.parent is not None:
         nodes.append(above)
         above = above.parent
-    nodes.reverse()
-    return Path(nodes, depth)
+    return Path(nodes[::-1], depth)
 
 
 def node_at(path: Path, end: int) -> Node:

@@ -30,7 +30,7 @@ class Miss(StrEnum):
 
 
 class Skip(StrEnum):
-    """Why Reserve did not grant a block, or Commit did not make one visible."""
+    """Why Reserve did not grant a block, or a granted one did not become visible."""
 
     ALREADY_STORED = "already_stored"
     BEING_WRITTEN = "being_written"
@@ -41,13 +41,15 @@ class Skip(StrEnum):
     DRAINING = "draining"
     QUOTA = "quota"  # a bound on blocks per reservation or bytes per session
     ORPHANED = "orphaned"  # its parent left before it could be seen
+    RAN_OUT = "ran_out"  # granted, and not written in time
+    WRITER_GONE = "writer_gone"  # granted, and the session of a writer ended
+    CALLED_OFF = "called_off"  # granted, and a writer gave it up
 
 
 class DiskDrop(StrEnum):
     """Why blocks are not, or no longer, on disk. Counted in blocks."""
 
     UNWRITTEN = "dropped_unwritten"  # left memory before they were written
-    OPAQUE_KEYS = "opaque_keys"  # left memory in a foreign namespace, which has no place on disk
     WITH_PARENT = "with_parent"  # were on disk below one that left
     NOT_WANTED = "not_wanted"  # their segment was freed
     WRITE_FAILED = "write_failed"

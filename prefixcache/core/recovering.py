@@ -15,7 +15,7 @@ from prefixcache.core.events import DiskRecovered, RecoveryDone
 from prefixcache.core.ids import KEY_BYTES, Rows
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.nodes import place_of
-from prefixcache.core.radix import ROW_DTYPE, VISIBLE, Node, Path
+from prefixcache.core.radix import ROW_DTYPE, VISIBLE, Path
 from prefixcache.core.reasons import DiskDrop
 from prefixcache.core.removal import Remover
 from prefixcache.core.state import State
@@ -136,10 +136,11 @@ class Recoverer:
             run = [stack.pop()]
             while True:
                 ready = [child for child in told.children.pop(run[-1], ()) if self._is_whole(told, child)]
-                if len(ready) != 1:
+                if len(ready) != 1 or space.foreign is not None:  # there a node is one block
                     break
                 run.append(ready[0])
-            if self._graft(space, told, run, out):
+            graft = self._graft if space.foreign is None else self._graft_key
+            if graft(space, told, run, out):
                 stack += ready
             else:
                 # The front left meanwhile; what would hang from this stays behind and is counted at the end.
@@ -166,13 +167,34 @@ class Recoverer:
         known = path.blocks - len(chain)
         rows = []
         if known:
-            rows += self._mark_known(space, path, len(chain), blocks[:known], out)
+            rows += self._mark_known(space, path, len(chain), blocks[:known])
         if known < len(run) and space.tree.next_after(path, keys) is None:
-            rows += self._add(space, path, b"".join(run[known:]), blocks[known:], out)
+            rows += self._add(space, path, b"".join(run[known:]), blocks[known:])
         rows += [-1] * (len(run) - len(rows))  # being written anew
         for key, block, row in zip(run, blocks, rows, strict=True):
             told.attached[key] = block.parent, row
         self.state.stats.blocks_recovered += len(run)
+        return True
+
+    def _graft_key(self, space: Namespace, told: _Space, run: list[bytes], out: list[Command]) -> bool:
+        """In a foreign namespace: one block, found by its key, wherever it hangs by now."""
+        assert space.foreign is not None
+        key = run[0]
+        known, parent = space.foreign.by_key.get(key), None
+        block = told.found[key]
+        if known is None and block.parent != _NO_PARENT:
+            parent = space.foreign.by_key.get(block.parent)
+            if parent is None or parent.state != VISIBLE:
+                return False
+        del told.found[key]
+        row = -1  # being written anew
+        if known is None:
+            path = Path([parent], parent.end) if parent is not None else Path([], 0)
+            [row] = self._add(space, path, key, [block])
+        elif known.state == VISIBLE:
+            [row] = self._mark_known(space, Path([known], known.end), 0, [block])
+        told.attached[key] = block.parent, row
+        self.state.stats.blocks_recovered += 1
         return True
 
     def _add_part(self, space: Namespace, key: bytes, row: int, part: int, where: tuple[int, int]) -> None:
@@ -188,14 +210,10 @@ class Recoverer:
             self.state.disk.place(space, part, rows, *np.array([where], np.uint32).T)
             self.remover.reorder(space, rows)
 
-    def _mark_known(
-        self, space: Namespace, path: Path, first: int, blocks: list[_Found], out: list[Command]
-    ) -> list[int]:
+    def _mark_known(self, space: Namespace, path: Path, first: int, blocks: list[_Found]) -> list[int]:
         """Blocks that were stored again before they were told: their records will do."""
         rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)[first : first + len(blocks)].astype(np.uint32)
-        if self.state.config.publish and not space.has_full:
-            for block in (first + np.flatnonzero(~space.any_part(rows))).tolist():
-                self._announce_block(space, path, block, out)
+        self.state.publish_links(Change.STORED, space, rows)
         for part in range(len(space.strides)):
             lacks = space.table.parts[part].segments[rows] == NO_SEGMENT
             lacks &= np.array([(row, part) not in space.writing for row in rows.tolist()], np.bool_)
@@ -205,7 +223,7 @@ class Recoverer:
                 space.policy.retick_leaf(node, space.tail_tick(node))
         return [int(row) for row in rows]
 
-    def _add(self, space: Namespace, path: Path, edge: bytes, blocks: list[_Found], out: list[Command]) -> list[int]:
+    def _add(self, space: Namespace, path: Path, edge: bytes, blocks: list[_Found]) -> list[int]:
         rows = space.table.allocate(len(blocks))
         node = space.tree.graft(path, edge, rows.astype(ROW_DTYPE).tobytes(), cold=True)
         node.state = VISIBLE
@@ -215,7 +233,7 @@ class Recoverer:
         for part in range(len(space.strides)):
             self._place(space, part, rows, blocks)
         self.state.appear(node)
-        self._announce(node, out)
+        self.state.publish_blocks(Change.STORED, node)
         self.remover.join_like(space, node)
         return [int(row) for row in rows]
 
@@ -226,13 +244,3 @@ class Recoverer:
             places = np.array([block.places[part] for block in blocks if block.places[part]], np.uint32).reshape(-1, 2)
             mine = rows if all(told) else rows[told]
             self.state.disk.place(space, part, mine, places[:, 0], places[:, 1])
-
-    def _announce_block(self, space: Namespace, path: Path, block: int, out: list[Command]) -> None:
-        """A link is a stored block now."""
-        keys = b"".join([node.edge for node in path.nodes])
-        at = block * KEY_BYTES
-        parent = keys[at - KEY_BYTES : at] if at else b""
-        out.append(self.state.publish(Change.STORED, space, keys[at : at + KEY_BYTES], parent, block))
-
-    def _announce(self, node: Node, out: list[Command]) -> None:
-        self.state.publish_blocks(Change.STORED, node, 0, out)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prefixcache.core.commands import Change, Command
-from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Rows, Slots
-from prefixcache.core.nodes import place_of
+from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Rows, Slots, Tier
 from prefixcache.core.policy.base import UNKNOWN_BIRTH
 from prefixcache.core.radix import (
     DETACHED,
@@ -60,11 +59,9 @@ class Remover:
                 self._demote_tail(space, node, count)
                 return
             if not way:
-                gone = sum(self.drop_cold(child, out) for child in list((node.children or {}).values()))
+                gone = sum(self.drop_cold(child) for child in list((node.children or {}).values()))
                 self.state.stats.disk_drops[DiskDrop.UNWRITTEN] += count
                 self.state.stats.disk_drops[DiskDrop.WITH_PARENT] += gone
-        elif self.state.config.disk is not None:
-            self.state.stats.disk_drops[DiskDrop.OPAQUE_KEYS] += count
         self._drop_tail(space, node, count, out)
 
     def _demote_tail(self, space: Namespace, node: Node, count: int) -> None:
@@ -81,18 +78,11 @@ class Remover:
         self.join_like(space, node)
         self.offer_leaf(above or upper)
 
-    def lose_records(self, space: Namespace, part: int, rows: Rows, out: list[Command]) -> None:
+    def lose_records(self, space: Namespace, part: int, rows: Rows) -> None:
         """One part of some rows is not on disk any more. Where there is no full group that may have been the last of a
         block, which is only a link then."""
         self.state.disk.lose(space, part, rows)
-        index = space.tree.index
-        if space.has_full or not self.state.config.publish or index is None:
-            return
-        for row in rows[~space.any_part(rows)].tolist():
-            node = index.node_of(row)
-            if node is not None and node.state == VISIBLE:
-                at = place_of(node, row)
-                out.append(self.state.publish_span(Change.REMOVED, space, node, (at, at + 1)))
+        self.state.publish_links(Change.REMOVED, space, rows)
 
     def reorder(self, space: Namespace, rows: Rows) -> None:
         """Some rows came to be on disk, or are not any more, or got a part: leaves whose tail they are may change from
@@ -125,6 +115,7 @@ class Remover:
         rows = node.row_array()
         if space.copies:
             space.leave_gpus(rows)
+        self.state.publish_move(node, Tier.DISK)
         for slots in space.table.take_slots(rows):
             self.release_slots(slots[slots != NO_SLOT] if space.optional_parts else slots)
         space.table.cold[rows] = True
@@ -141,6 +132,7 @@ class Remover:
         space.table.cold[node.row_array()] = False
         space.cold_blocks -= count
         space.tree.set_cold(node, cold=False)
+        self.state.publish_move(node, Tier.HOST)
         return node
 
     def settle_warm(self, space: Namespace, node: Node) -> None:
@@ -151,26 +143,28 @@ class Remover:
             space.policy.remove_leaf(hot_from(node.parent))
         self.offer_leaf(self.join_like(space, node))
 
-    def drop_cold(self, node: Node, out: list[Command]) -> int:
+    def drop_cold(self, node: Node) -> int:
         """Forgets a subtree that is on disk only and that nobody holds; answers how many blocks that were."""
         space = node.space
         assert space is not None
         assert not node.is_held
         gone = 0
         for below in reversed(list(subtree(node))):
-            self.state.publish_blocks(Change.REMOVED, below, 0, out)
+            self.state.publish_blocks(Change.REMOVED, below)
             gone += below.count
             self.release(space, below.row_array())
             below.state = DETACHED
             if space.tree.index is not None:
                 space.tree.index.drop(below)
+            if space.foreign is not None:
+                space.foreign.forget(below)
         space.tree.unlink(node)
         return gone
 
     def _drop_tail(self, space: Namespace, node: Node, count: int, out: list[Command]) -> None:
         """The last blocks of a leaf leave for good."""
         state = self.state
-        state.publish_blocks(Change.REMOVED, node, node.count - count, out)
+        state.publish_blocks(Change.REMOVED, node, node.count - count)
         whole = count == node.count
         parent = node.parent
         if whole:
@@ -224,7 +218,7 @@ class Remover:
         limbo.held = int(node.is_held)
         node.parent = limbo
         space.limbo.add(limbo)
-        if above.parent is not None and space.foreign is None:
+        if above.parent is not None:
             # Whoever holds something below the cut holds what is above it as well, until now through it.
             for pin in [pin for below in subtree(node) for pin in below.pins or ()]:
                 self.pin(above, above.end, pin.holder)
@@ -237,12 +231,12 @@ class Remover:
         self.offer_leaf(above)
         return gone, sum(below.count for below in subtree(limbo))
 
-    def forget_block(self, space: Namespace, node: Node, row: int, out: list[Command]) -> int:
+    def forget_block(self, space: Namespace, node: Node, row: int) -> int:
         """The block of `row`, which is in `node`, and all below it leave. Answers visible blocks."""
         place = int(np.flatnonzero(node.row_array() == row)[0])
         if place:
             space.tree.split(node, place)
-        self.state.publish_subtree(node, out)
+        self.state.publish_subtree(node)
         return self.detach(node)[0]
 
     def _hide(self, space: Namespace, node: Node) -> list[Node]:
@@ -333,6 +327,8 @@ class Remover:
 
 
 def _alike(parent: Node, child: Node) -> bool:
-    """Whether a node and its only child may be one."""
+    """Whether a node and its only child may be one; blocks that are found by their keys alone never are."""
+    if parent.space is None or parent.space.foreign is not None:
+        return False
     alone = parent.children is not None and len(parent.children) == 1
     return alone and parent.cold is child.cold and parent.state == child.state == VISIBLE

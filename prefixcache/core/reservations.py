@@ -1,8 +1,9 @@
-"""A reservation: slots being filled by one writer, and how far it got.
+"""A reservation: slots being filled by one writer or several, and how far they got.
 
 Rules: its slots belong to it and to nobody else from the grant until its settled blocks' slots move to the table or
-the writer is known to be done. Its blocks are the entries `0..n-1`; first the patches (blocks that are visible and get
-a part they lack), then the fresh ones (new nodes of the tree, in `nodes`). Must not know: the allocator, the policies.
+every writer is known to be done. Its blocks are the entries `0..n-1`; first the patches (blocks that are visible and
+get a part they lack), then the fresh ones (new nodes of the tree, in `nodes`). Must not know: the allocator, the
+policies.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixcache.core.commands import Reserved
-from prefixcache.core.events import Coverage
+from prefixcache.core.events import Coverage, ReserveRequested
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, ReservationId, SessionId, Slots
 from prefixcache.core.policy.base import UNKNOWN_BIRTH
 from prefixcache.core.radix import Node, Pin
@@ -31,22 +32,29 @@ class Entry:
 
 
 class Reservation:
-    """See the module's rules. `expired`: keys are free, slots are quarantined."""
+    """See the module's rules. `expired`: keys are free, slots are quarantined. `order`: which entry the reply's blocks
+    are, where that is not their order (in a foreign namespace patches may stand between new blocks)."""
 
     __slots__ = (
-        "birth", "blocks", "covered", "deadline", "ended", "expired", "fresh", "generation", "nodes", "patch_rows",
-        "pins", "reply", "reservation", "session", "slots", "space", "status",
+        "birth", "blocks", "covered", "deadline", "ended", "expired", "fresh", "generation", "nodes", "order",
+        "patch_rows", "pins", "quarantined", "reply", "reservation", "session", "shared", "slots", "space", "status",
+        "writers",
     )  # fmt: skip
 
-    def __init__(self, space: Namespace, session: SessionId, reply: Reserved, fresh: int) -> None:
+    def __init__(
+        self, space: Namespace, session: SessionId, reply: Reserved, fresh: int, order: NDArray[np.int64] | None = None
+    ) -> None:
         self.space = space
         self.session = session
+        self.writers: set[SessionId] = {session}  # who may still write
+        self.shared: ReserveRequested | None = None  # what was asked for, where several may fill it
         self.reservation: ReservationId = reply.reservation
         self.reply = reply
-        self.blocks = reply.blocks
+        self.order = order
+        self.blocks = self._by_entry(reply.blocks)
         self.birth = UNKNOWN_BIRTH
         self.generation = reply.generation
-        self.slots: dict[int, Slots] = {grant.part: grant.slots for grant in reply.grants}
+        self.slots: dict[int, Slots] = {grant.part: self._by_entry(grant.slots) for grant in reply.grants}
         self.fresh = fresh
         self.nodes: dict[Node, int] = {}  # open nodes -> index of their first entry
         self.patch_rows: NDArray[np.uint32] = np.empty(0, np.uint32)
@@ -55,6 +63,7 @@ class Reservation:
         self.covered: dict[int, NDArray[np.bool_]] | None = None  # part -> bool[entries, heads]
         self.deadline = reply.expires_at
         self.expired = False
+        self.quarantined = False
         self.ended = False
 
     def keys_at(self, block: int) -> tuple[bytes, bytes]:
@@ -85,24 +94,30 @@ class Reservation:
                 heads[:] = True
             return
         for piece in coverage:
-            low, high = np.searchsorted(self.blocks, (piece.first_block, piece.first_block + piece.block_count))
             last = None if piece.head_count is None else piece.first_head + piece.head_count
-            covered[piece.part][low:high, piece.first_head : last] = True
+            covered[piece.part][self._entries(piece), piece.first_head : last] = True
 
-    def coverage_error(self, coverage: tuple[Coverage, ...]) -> str | None:
+    def ends_with(self, session: SessionId) -> bool:
+        """Whether it is over once this session has said its last word: nobody else may write, nobody is to come."""
+        return self.writers <= {session} and (self.shared is None or not self.open_blocks())
+
+    def coverage_error(self, coverage: tuple[Coverage, ...] | None) -> str | None:
         """What is wrong with a coverage, or None."""
-        for piece in coverage:
-            if piece.part not in self.slots:
-                return f"part {piece.part} is not one of those granted"
-            heads = self.space.spec.parts[piece.part].kv_heads
-            count = heads - piece.first_head if piece.head_count is None else piece.head_count
-            if piece.first_head < 0 or count <= 0 or piece.first_head + count > heads:
-                return f"heads {piece.first_head}+{count} are not within the {heads} of part {piece.part}"
-            if piece.block_count <= 0 or piece.first_block < 0 or piece.first_block + piece.block_count > NO_SLOT:
-                return "a coverage needs at least one block, all within u32"
-            low, high = np.searchsorted(self.blocks, (piece.first_block, piece.first_block + piece.block_count))
-            if high - low != piece.block_count:
-                return f"blocks {piece.first_block}+{piece.block_count} were not all granted"
+        if coverage is None:
+            return None if self.shared is None else "of a shared reservation say which heads were written"
+        return next((error for piece in coverage if (error := self._piece_error(piece)) is not None), None)
+
+    def _piece_error(self, piece: Coverage) -> str | None:
+        if piece.part not in self.slots:
+            return f"part {piece.part} is not one of those granted"
+        heads = self.space.spec.parts[piece.part].kv_heads
+        count = heads - piece.first_head if piece.head_count is None else piece.head_count
+        if piece.first_head < 0 or count <= 0 or piece.first_head + count > heads:
+            return f"heads {piece.first_head}+{count} are not within the {heads} of part {piece.part}"
+        if piece.block_count <= 0 or piece.first_block < 0 or piece.first_block + piece.block_count > NO_SLOT:
+            return "a coverage needs at least one block, all within u32"
+        if len(self._entries(piece)) != piece.block_count:
+            return f"blocks {piece.first_block}+{piece.block_count} were not all granted"
         return None
 
     def whole(self, *, all_covered: bool) -> NDArray[np.bool_]:
@@ -113,6 +128,20 @@ class Reservation:
         for part, heads in self._coverage().items():
             whole &= heads.all(axis=1) | (self.slots[part] == NO_SLOT)
         return whole
+
+    def _entries(self, piece: Coverage) -> NDArray[np.int64]:
+        """Which entries a coverage means."""
+        wanted = (piece.first_block, piece.first_block + piece.block_count)
+        low, high = np.searchsorted(self.reply.blocks, wanted).tolist()
+        return np.arange(low, high) if self.order is None else self.order[low:high]
+
+    def _by_entry(self, column: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """A column of the reply, in the order of the entries."""
+        if self.order is None:
+            return column
+        entries = np.empty_like(column)
+        entries[self.order] = column
+        return entries
 
     def _coverage(self) -> dict[int, NDArray[np.bool_]]:
         if self.covered is None:

@@ -117,7 +117,7 @@ class Snapshots:
                 self._load_part(space, part, (node, slots, digests, known), generation, orders)
             if space.policy.remembers:
                 space.policy.stored(space, node, UNKNOWN_BIRTH)
-            self.state.publish_blocks(Change.STORED, node, 0, orders)
+            self.state.publish_blocks(Change.STORED, node)
         return blocks
 
     def _load_node(self, space: Namespace, parent: Node, edge: bytes) -> Node:

@@ -9,24 +9,28 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from prefixcache.core.commands import Aborted, Change, Command, Committed, Published, Refused
+from prefixcache.core.commands import Aborted, Change, Command, Committed, Published, Refused, Reserved
 from prefixcache.core.deadlines import Deadlines
 from prefixcache.core.disk import Disk
 from prefixcache.core.gpu import GpuTier
-from prefixcache.core.ids import ID_BYTES, KEY_BYTES, LeaseId, NamespaceId, PinId, ReservationId, SessionId, Tier
+from prefixcache.core.ids import ID_BYTES, KEY_BYTES, LeaseId, NamespaceId, PinId, ReservationId, Rows, SessionId, Tier
 from prefixcache.core.leases import Lease
 from prefixcache.core.ledger import Stats
 from prefixcache.core.namespaces import Namespace
+from prefixcache.core.nodes import place_of
 from prefixcache.core.pins import PrefixPin
 from prefixcache.core.policy.base import Clock, EvictionPolicy
 from prefixcache.core.policy.prioritised import Prioritised
 from prefixcache.core.policy.registry import make_policy
 from prefixcache.core.policy.tiered import TieredLeaves
-from prefixcache.core.radix import Node
+from prefixcache.core.radix import VISIBLE, Node, subtree
 from prefixcache.core.reasons import Kind, Refusal
 from prefixcache.core.reservations import Reservation
 from prefixcache.core.slots import SlabPool
 from prefixcache.core.spec import PlannerConfig
+from prefixcache.core.telling import news_of, stored_spans
+
+Outcome = Committed | Aborted | Refused | Reserved
 
 
 @dataclass(slots=True, eq=False)
@@ -67,22 +71,22 @@ class State:
         self.policies: dict[tuple[int, ...], EvictionPolicy] = {}
         self.gpus = {spec.pool: GpuTier(self, spec) for spec in config.pools if spec.tier is Tier.GPU}
         self.promoting: dict[int, int] = {}  # copies to GPU memory under way -> serial, as of a lease
-        self.news: list[Command] = []  # of copies that came and went, not told yet
+        self.news: list[Published] = []  # what changed, for those who watch; told when the event is done
         self.disk = Disk()
         self.clock = Clock()
         self.deadlines = Deadlines()
         self.stats = Stats()
         self.expired_leases: OrderedDict[LeaseId, None] = OrderedDict()
-        self.recent_ends: OrderedDict[bytes, Committed | Aborted | Refused] = OrderedDict()
+        self.recent_ends: OrderedDict[bytes, Outcome] = OrderedDict()
         self.tick = 0
         self.serial = 0
-        self.sequence = 0
         self.generation = config.first_generation
         self.draining = False
         self.drain_told = False
 
     def forget_all(self) -> None:
         """Back to an empty pool without namespaces (a snapshot that broke half-way)."""
+        self.news.clear()
         self.namespaces.clear()
         self.by_fingerprint.clear()
         self.stats.ledgers.clear()
@@ -118,10 +122,9 @@ class State:
         policy = make_policy(self.config.policy, self.clock, self.config.policy_seed)
         return Prioritised(policy, self.clock, self.config.priority_fades_s)
 
-    def remember_end(
-        self, session: SessionId, reservation: ReservationId, outcome: Committed | Aborted | Refused
-    ) -> None:
-        """So that a retried Commit or Abort learns what the first one did."""
+    def remember_end(self, session: SessionId, reservation: ReservationId, outcome: Outcome) -> None:
+        """So that a retried Commit or Abort learns what the first one did; without a session: who comes too late to a
+        shared reservation."""
         self.recent_ends[session + reservation] = outcome
         if len(self.recent_ends) > self.limits.recent_ends:
             self.recent_ends.popitem(last=False)
@@ -137,34 +140,41 @@ class State:
         if node.space is not None and node.space.wanted:
             self.appeared.append((node.space, node.edge[:KEY_BYTES]))
 
-    def publish(self, change: Change, space: Namespace, keys: bytes, parent: bytes, first_block: int) -> Published:
-        self.sequence += 1
-        return Published(self.sequence, change, space.number, keys, parent, first_block, Tier.HOST)
+    def publish(self, change: Change, space: Namespace, keys: bytes, parent: bytes, first_block: int) -> None:
+        """Announces blocks in memory that are in no node yet, or a whole namespace (no keys), if anybody listens."""
+        if self.config.publish:
+            number, name = space.number, space.fingerprint
+            self.news.append(Published(change, number, name, keys, parent, first_block, Tier.HOST))
 
-    def publish_blocks(self, change: Change, node: Node, first: int, out: list[Command]) -> None:
-        """Announces the blocks of a node from its `first` on, if anybody listens. Links without any part never were
-        stored, so they never come or go."""
-        space = node.space
-        if not self.config.publish or space is None:
-            return
-        if space.has_full:
-            out.append(self.publish_span(change, space, node, (first, node.count)))
-            return
-        for place, stored in enumerate(space.any_part(node.row_array()[first:]).tolist(), first):
-            if stored:
-                out.append(self.publish_span(change, space, node, (place, place + 1)))
-
-    def publish_subtree(self, node: Node, out: list[Command]) -> None:
-        """Announces that a block and all below it are gone."""
+    def publish_blocks(self, change: Change, node: Node, first: int = 0) -> None:
+        """Announces the blocks of a node from its `first` on, if anybody listens."""
         if self.config.publish and node.space is not None:
-            keys = node.edge[:KEY_BYTES]
-            out.append(self.publish(Change.CLEARED, node.space, keys, node.space.parent_key(node), node.start))
+            tier = Tier.DISK if node.cold else Tier.HOST
+            self.news += [news_of(change, node, span, tier) for span in stored_spans(node, first)]
 
-    def publish_span(self, change: Change, space: Namespace, node: Node, span: tuple[int, int]) -> Published:
-        """Announces blocks [first, end) of a node."""
-        at = span[0] * KEY_BYTES
-        parent = node.edge[at - KEY_BYTES : at] if at else space.parent_key(node)
-        return self.publish(change, space, node.edge[at : span[1] * KEY_BYTES], parent, node.start + span[0])
+    def publish_move(self, node: Node, tier: Tier) -> None:
+        """Announces that all blocks of a node are in another tier now."""
+        if self.config.publish:
+            self.news += [news_of(Change.MOVED, node, span, tier) for span in stored_spans(node)]
+
+    def publish_links(self, change: Change, space: Namespace, rows: Rows) -> None:
+        """Announces blocks without any part, of rows: they got their first one, or lost the last. Only where there is
+        no full group; elsewhere the block itself comes or goes."""
+        index = space.tree.index
+        if space.has_full or not self.config.publish or index is None:
+            return
+        for row in rows[~space.any_part(rows)].tolist():
+            node = index.node_of(row)
+            if node is not None and node.state == VISIBLE:
+                at = place_of(node, row)
+                self.news.append(news_of(change, node, (at, at + 1), Tier.DISK if node.cold else Tier.HOST))
+
+    def publish_subtree(self, node: Node) -> None:
+        """Announces that a block and all below it are gone, tails first."""
+        if self.config.publish:
+            for below in reversed(list(subtree(node))):
+                if below.state == VISIBLE:
+                    self.publish_blocks(Change.REMOVED, below)
 
     def clipped_ttl(self, ttl_s: float) -> float:
         """The time a client asked for, within the bounds (not a number: the shortest)."""

@@ -205,6 +205,15 @@ class Layout:
         joined.sort(key=lambda group: (group.layers[0], group.kind.value))
         return cls(tuple(joined), packing, stages)
 
+    @classmethod
+    def opaque(cls, block_bytes: int, block_tokens: int, packing: str) -> "Layout":
+        """Blocks of `block_bytes` bytes that only the engine named in `packing` understands: one part, one head, no
+        numbers. Raises LayoutError for sizes out of range and for canonical packing."""
+        if packing == CANONICAL_PACKING:
+            raise LayoutError("opaque bytes have no canonical order; name the engine: 'native:<engine>:<isa>'")
+        row, rest = divmod(block_bytes, block_tokens)
+        return cls((LayerGroup(GroupKind.FULL, (0,), 1, row, 0, "uint8", scale_bytes=rest),), packing)
+
     def parts(self, block_tokens: int) -> tuple[Part, ...]:
         """The parts of a block of `block_tokens` tokens, in order. Raises LayoutError where a size overflows."""
         _in_range("block_tokens", block_tokens, 1, MAX_BLOCK_TOKENS)

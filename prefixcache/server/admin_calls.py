@@ -13,6 +13,7 @@ from prefixcache.server.errors import CallError
 from prefixcache.server.pin_calls import PinCalls
 from prefixcache.server.service import Shell, expect
 from prefixcache.server.stats import Statistics
+from prefixcache.server.watchers import Watchers
 from prefixcache.v1 import admin_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
 
@@ -25,8 +26,11 @@ _MOST_PREFIXES = 1000
 class AdminCalls:
     """AdminService. `stop` ends the server (Drain with `shutdown`)."""
 
-    def __init__(self, shell: Shell, statistics: Statistics, pins: PinCalls, stop: Callable[[], None]) -> None:
+    def __init__(
+        self, shell: Shell, statistics: Statistics, pins: PinCalls, watchers: Watchers, stop: Callable[[], None]
+    ) -> None:
         self._shell = shell
+        self.watchers = watchers
         self._statistics = statistics
         self.pins = pins
         self._stop = stop

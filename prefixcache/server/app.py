@@ -42,6 +42,7 @@ from prefixcache.server.service import Shell
 from prefixcache.server.sockets import OnlyOwner, SocketPlace
 from prefixcache.server.stats import Statistics
 from prefixcache.server.warm import restore, take_snapshot
+from prefixcache.server.watchers import Watchers
 
 log = logging.getLogger(__name__)
 
@@ -104,18 +105,21 @@ class Daemon:
             self.executor.orders.update(self.disk.orders)
             self.shell.clear_lasts = self.disk.wait_revoked
         wiring.follow_ends(self.executor.orders, self.shell)
+        self.watchers = Watchers(self.shell, self.planner.state)
+        self.executor.orders.update(self.watchers.orders)
         self.health = Health(self.heartbeats, self._troubles, self._failure)
         self.statistics = Statistics(self.shell, self.planner, self.memory, self.health, self.counters)
         self.statistics.backlog = lambda: self.executor.backlog
+        self.statistics.watch_counters = self.watchers.counters
         self.statistics.disk = self.disk.report if self.disk is not None else None
         self.statistics.gpus = self.gpus if config.gpu else None
         self.pins = PinBook(self.shell, self.planner, self.disk.usable_folder if self.disk is not None else None)
         self.statistics.pin_faults = self.pins.faults
         self.admin = AdminCalls(
-            self.shell, self.statistics, PinCalls(self.shell, self.planner, self.pins), self.stopping.set
+            self.shell, self.statistics, PinCalls(self.shell, self.planner, self.pins), self.watchers, self.stopping.set
         )
         self.metrics = Metrics(self.statistics, self.counters)
-        self.grpc = GrpcServer(config.grpc_threads + config.max_streams, config.max_message_bytes)
+        self.grpc = GrpcServer(config.grpc_threads + config.max_streams + config.max_watchers, config.max_message_bytes)
         self.timer = Timer(self.owner, self.heartbeats.register("planner", _BEAT_LIMIT_S))
         self._grpc_health = GrpcHealth(self.health)
         self._next_look = 0.0
@@ -164,6 +168,7 @@ class Daemon:
 
     def _end_transports(self) -> None:
         """No calls any more; then what they began; then the snapshot, of a state that nothing changes any more."""
+        self.watchers.close()
         self.grpc.stop(_GRACE_S)
         if self._local is not None and self._local_thread is not None:
             self._local.stop()
@@ -228,6 +233,7 @@ class Daemon:
             self._start_http()
         self.timer.add(self._look_around)
         self.timer.add(self._grpc_health.refresh)
+        self.timer.add(self.watchers.look)
         self.timer.add(self.grpc.prober(self.heartbeats.register("grpc", _BEAT_LIMIT_S)))
         self.timer.start()
 
@@ -338,6 +344,7 @@ def _planner_config(config: Config, memory: HostMemory, disk: DiskStore | None, 
         first_generation=secrets.randbits(_GENERATION_BITS) + 1,
         # A pool that was found again is in memory already, and its slots must be there for the snapshot.
         ready_bytes=0 if memory.snapshot is None else None,
+        publish=True,
         checksum=config.checksums,
         disk=disk.spec() if disk is not None else None,
         policy=config.policy,

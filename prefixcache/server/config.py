@@ -97,7 +97,10 @@ class Config:
     max_reservations: int = _count(1024, "reservations of one session at once")
     max_keys: int = _count(1 << 17, "block keys in one call")
     max_message_bytes: int = _size(16 << 20, "bytes of one request")
-    max_streams: int = _count(16, "ReadBlocks, WriteBlocks and WatchEvents streams at once")
+    max_streams: int = _count(16, "ReadBlocks and WriteBlocks streams at once")
+    max_watchers: int = _count(8, "WatchEvents streams at once")
+    event_log_bytes: int = _size(16 << 20, "bytes of the last events, for watchers that are slow or come back")
+    watch_full_keys: bool = _switch("tell whole block keys to watchers that name the namespace", default=True)
     grpc_threads: int = _count(8, "threads for unary gRPC calls")
     drain_timeout: float = _time(30.0, "how long a graceful stop waits for leases and reservations")
     any_user: bool = _switch("let other users' processes use the local channel", default=False)
@@ -290,7 +293,7 @@ def _check_socket(path: str) -> None:
 _MAY_BE_ZERO: Final = frozenset(
     {
         "host_slab_bytes", "pin_bytes", "disk_segment_bytes", "disk_early_bytes", "disk_flush_timeout", "host_writable",
-        "any_user", "warm_restart", "checksums",
+        "any_user", "warm_restart", "checksums", "watch_full_keys",
     }
 )  # fmt: skip
 _LEAST_MESSAGE_BYTES: Final = 64 << 10

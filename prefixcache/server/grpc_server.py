@@ -20,6 +20,7 @@ from prefixcache.server.errors import CallError, status_details
 from prefixcache.server.service import Method, Shell
 from prefixcache.server.sessions import Session
 from prefixcache.server.streams import StreamCalls
+from prefixcache.server.watchers import Watchers
 from prefixcache.v1 import cache_pb2
 from prefixcache.v1 import common_pb2 as pb
 
@@ -83,6 +84,23 @@ class GrpcCalls:
                     if not context.is_active():
                         return
                     yield message.SerializeToString()
+
+        return grpc.unary_stream_rpc_method_handler(handle)
+
+    def watch_events(self, method: Method, watchers: Watchers) -> Handler:
+        """The stream that ends when either side does. Watchers have places, and threads, of their own."""
+
+        def handle(payload: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+            with self._guard(context, method):
+                stream = method.answer(None, self._request(method, payload))
+                stream.cut_off = context.cancel
+                if not context.add_callback(stream.cancel):
+                    stream.cancel()
+                try:
+                    for message in stream:
+                        yield message.SerializeToString()
+                finally:
+                    watchers.left(stream)
 
         return grpc.unary_stream_rpc_method_handler(handle)
 

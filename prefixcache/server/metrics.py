@@ -16,8 +16,11 @@ from prefixcache.v1 import admin_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
 
 _GAUGES = frozenset(
-    {"disk_write_amplification_permille", "slots_quarantined", "sessions_open", "background_orders", "pins"}
-)
+    {
+        "disk_write_amplification_permille", "slots_quarantined", "sessions_open", "background_orders", "pins",
+        "watchers",
+    }
+)  # fmt: skip
 _TIERS = ("gpu", "host", "disk", "peer")
 _KINDS = ("capacity", "ready", "used", "filling", "quarantined", "leased", "pinned")
 

@@ -42,6 +42,7 @@ class Statistics:
         self.addresses: list[str] = []
         self.pin_faults: Callable[[], dict[str, int]] = dict
         self.backlog: Callable[[], int] = lambda: 0
+        self.watch_counters: Callable[[], list[pb.Counter]] = list
         self.disk: DiskReport | None = None  # where there is a disk tier
         self.gpus: GpuStore | None = None  # where there is a GPU tier
         self._tick_times = TickTimes()
@@ -194,6 +195,7 @@ class Statistics:
             yield pb.Counter(name="refused_calls", label=f"{method}:{reason}", value=count)
         for name, count in self.pin_faults().items():
             yield pb.Counter(name=name, value=count)
+        yield from self.watch_counters()
         yield pb.Counter(name="sessions_open", value=len(self._shell.sessions))
         yield pb.Counter(name="background_orders", value=self.backlog())
 

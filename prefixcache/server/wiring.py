@@ -98,8 +98,8 @@ def _admin_handlers(grpc_calls: GrpcCalls, admin: AdminCalls) -> dict[str, Any]:
         name: grpc_calls.unary(Method(name, _request(admin_pb2, name), answer, needs_session=False))
         for name, answer in answers.items()
     }
-    watch = Method("WatchEvents", _request(admin_pb2, "WatchEvents"), unimplemented("WatchEvents"), needs_session=False)
-    return handlers | {"WatchEvents": grpc_calls.server_stream(watch)}
+    watch = Method("WatchEvents", _request(admin_pb2, "WatchEvents"), admin.watchers.watch, needs_session=False)
+    return handlers | {"WatchEvents": grpc_calls.watch_events(watch, admin.watchers)}
 
 
 def local_backend(shell: Shell, counters: CallCounters, pins: PinCalls) -> Backend:

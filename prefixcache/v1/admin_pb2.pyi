@@ -53,23 +53,55 @@ class _EventKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     EVENT_KIND_UNSPECIFIED: _EventKind.ValueType  # 0
     """Not set; never sent."""
     EVENT_KIND_STORED: _EventKind.ValueType  # 1
-    """Blocks became visible in a tier."""
+    """Blocks became visible. Tier GPU: they got copies there as well."""
     EVENT_KIND_REMOVED: _EventKind.ValueType  # 2
-    """Blocks left a tier."""
+    """Blocks are gone. Tier GPU: only their copies there are."""
     EVENT_KIND_CLEARED: _EventKind.ValueType  # 3
     """A whole namespace was cleared."""
+    EVENT_KIND_MOVED: _EventKind.ValueType  # 4
+    """Blocks that are still held are in another tier now: HOST (memory, maybe on disk as well) or DISK (on disk only)."""
+    EVENT_KIND_GAP: _EventKind.ValueType  # 5
+    """Events were lost: the watcher was too slow, or the server is another one than that of `incarnation`. What it knows
+    may be wrong from now on. A snapshot follows where one was asked for.
+    """
+    EVENT_KIND_SNAPSHOT_BEGIN: _EventKind.ValueType  # 6
+    """A snapshot begins: what was told before is void."""
+    EVENT_KIND_SNAPSHOT_END: _EventKind.ValueType  # 7
+    """The snapshot is whole: what was told since it began is what is held at this sequence number."""
+    EVENT_KIND_KEEPALIVE: _EventKind.ValueType  # 8
+    """Nothing happened in what is watched up to this sequence number. The first message of every stream that goes on or
+    asked for no snapshot.
+    """
+    EVENT_KIND_NAMESPACE: _EventKind.ValueType  # 9
+    """Names a namespace, once in each stream, before the first event about it."""
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
-    """What happened to blocks."""
+    """What happened to blocks, or to the stream."""
 
 EVENT_KIND_UNSPECIFIED: EventKind.ValueType  # 0
 """Not set; never sent."""
 EVENT_KIND_STORED: EventKind.ValueType  # 1
-"""Blocks became visible in a tier."""
+"""Blocks became visible. Tier GPU: they got copies there as well."""
 EVENT_KIND_REMOVED: EventKind.ValueType  # 2
-"""Blocks left a tier."""
+"""Blocks are gone. Tier GPU: only their copies there are."""
 EVENT_KIND_CLEARED: EventKind.ValueType  # 3
 """A whole namespace was cleared."""
+EVENT_KIND_MOVED: EventKind.ValueType  # 4
+"""Blocks that are still held are in another tier now: HOST (memory, maybe on disk as well) or DISK (on disk only)."""
+EVENT_KIND_GAP: EventKind.ValueType  # 5
+"""Events were lost: the watcher was too slow, or the server is another one than that of `incarnation`. What it knows
+may be wrong from now on. A snapshot follows where one was asked for.
+"""
+EVENT_KIND_SNAPSHOT_BEGIN: EventKind.ValueType  # 6
+"""A snapshot begins: what was told before is void."""
+EVENT_KIND_SNAPSHOT_END: EventKind.ValueType  # 7
+"""The snapshot is whole: what was told since it began is what is held at this sequence number."""
+EVENT_KIND_KEEPALIVE: EventKind.ValueType  # 8
+"""Nothing happened in what is watched up to this sequence number. The first message of every stream that goes on or
+asked for no snapshot.
+"""
+EVENT_KIND_NAMESPACE: EventKind.ValueType  # 9
+"""Names a namespace, once in each stream, before the first event about it."""
 global___EventKind = EventKind
 
 @typing.final
@@ -674,19 +706,39 @@ global___DrainResponse = DrainResponse
 
 @typing.final
 class WatchEventsRequest(google.protobuf.message.Message):
-    """Where to start."""
+    """What to watch, and from where on."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SNAPSHOT_FIELD_NUMBER: builtins.int
+    FINGERPRINTS_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
+    KEEPALIVE_MS_FIELD_NUMBER: builtins.int
     snapshot: builtins.bool
-    """Whether to send all that is held first."""
+    """Whether to tell all that is held first, and again after a gap."""
+    incarnation: builtins.bytes
+    """To go on where an earlier stream ended: the incarnation it told. Empty begins anew."""
+    after: builtins.int
+    """With `incarnation`: the last sequence number that the earlier stream told."""
+    keepalive_ms: builtins.int
+    """Longest silence: then a KEEPALIVE comes. 0 takes 10 s; at least 100 ms."""
+    @property
+    def fingerprints(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Fingerprints of the namespaces to watch, at most 64. Keys come whole then. Empty watches all namespaces, with keys
+        cut to 8 bytes: enough to tell prefixes apart, too short to ask for them.
+        """
+
     def __init__(
         self,
         *,
         snapshot: builtins.bool = ...,
+        fingerprints: collections.abc.Iterable[builtins.bytes] | None = ...,
+        incarnation: builtins.bytes = ...,
+        after: builtins.int = ...,
+        keepalive_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["snapshot", b"snapshot"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "fingerprints", b"fingerprints", "incarnation", b"incarnation", "keepalive_ms", b"keepalive_ms", "snapshot", b"snapshot"]) -> None: ...
 
 global___WatchEventsRequest = WatchEventsRequest
 
@@ -704,22 +756,42 @@ class WatchEventsResponse(google.protobuf.message.Message):
     PARENT_FIELD_NUMBER: builtins.int
     TIER_FIELD_NUMBER: builtins.int
     SNAPSHOT_FIELD_NUMBER: builtins.int
+    KEY_BYTES_FIELD_NUMBER: builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: builtins.int
+    LOST_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: builtins.int
+    POOL_FIELD_NUMBER: builtins.int
     kind: global___EventKind.ValueType
     """What happened."""
     sequence: builtins.int
-    """Counts up by one; a gap means that events were lost and a new snapshot is needed."""
+    """Grows over all namespaces, so numbers of events elsewhere are missing; what was lost is told by a GAP. The number to
+    go on from. Blocks of a snapshot have the number of the moment at which they were looked at.
+    """
     incarnation: builtins.bytes
-    """The server's incarnation."""
+    """The server's incarnation; in the first message, and in every KEEPALIVE, GAP, SNAPSHOT_BEGIN and SNAPSHOT_END."""
     fingerprint: builtins.bytes
     """Fingerprint of the namespace."""
     keys: builtins.bytes
-    """Keys, 32 bytes each."""
+    """Keys of consecutive blocks, `key_bytes` each."""
     parent: builtins.bytes
     """Key of the parent of the first, empty at the root."""
     tier: prefixcache.v1.common_pb2.Tier.ValueType
     """The tier."""
     snapshot: builtins.bool
-    """Part of the snapshot, not news."""
+    """Part of the snapshot, not news. Blocks may be told twice in it, or have been told as news already."""
+    key_bytes: builtins.int
+    """Bytes of each key: 32, or 8 of a stream that names no namespaces."""
+    first_block: builtins.int
+    """Position of the first block in its prompt."""
+    lost: builtins.int
+    """With GAP: events that were lost, in all namespaces; 0 where that cannot be known (another incarnation)."""
+    label: builtins.str
+    """With NAMESPACE: its label, for people."""
+    block_tokens: builtins.int
+    """With NAMESPACE: tokens of a block."""
+    pool: builtins.int
+    """The pool of the tier; each GPU pool has copies of its own."""
     def __init__(
         self,
         *,
@@ -731,8 +803,14 @@ class WatchEventsResponse(google.protobuf.message.Message):
         parent: builtins.bytes = ...,
         tier: prefixcache.v1.common_pb2.Tier.ValueType = ...,
         snapshot: builtins.bool = ...,
+        key_bytes: builtins.int = ...,
+        first_block: builtins.int = ...,
+        lost: builtins.int = ...,
+        label: builtins.str = ...,
+        block_tokens: builtins.int = ...,
+        pool: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "incarnation", b"incarnation", "keys", b"keys", "kind", b"kind", "parent", b"parent", "sequence", b"sequence", "snapshot", b"snapshot", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_tokens", b"block_tokens", "fingerprint", b"fingerprint", "first_block", b"first_block", "incarnation", b"incarnation", "key_bytes", b"key_bytes", "keys", b"keys", "kind", b"kind", "label", b"label", "lost", b"lost", "parent", b"parent", "pool", b"pool", "sequence", b"sequence", "snapshot", b"snapshot", "tier", b"tier"]) -> None: ...
 
 global___WatchEventsResponse = WatchEventsResponse
 

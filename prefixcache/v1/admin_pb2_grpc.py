@@ -163,7 +163,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """Streams changes of the index, after a snapshot when asked for.
+        """Streams changes of the index, after a snapshot when asked for. Never waits for a watcher: one that is too slow loses
+        events, and is told so. Ends with UNAVAILABLE (DRAINING) when the server ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

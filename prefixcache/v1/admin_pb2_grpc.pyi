@@ -84,7 +84,9 @@ class AdminServiceStub:
         prefixcache.v1.admin_pb2.WatchEventsRequest,
         prefixcache.v1.admin_pb2.WatchEventsResponse,
     ]
-    """Streams changes of the index, after a snapshot when asked for."""
+    """Streams changes of the index, after a snapshot when asked for. Never waits for a watcher: one that is too slow loses
+    events, and is told so. Ends with UNAVAILABLE (DRAINING) when the server ends.
+    """
 
     GetStats: grpc.UnaryUnaryMultiCallable[
         prefixcache.v1.admin_pb2.GetStatsRequest,
@@ -158,7 +160,9 @@ class AdminServiceAsyncStub:
         prefixcache.v1.admin_pb2.WatchEventsRequest,
         prefixcache.v1.admin_pb2.WatchEventsResponse,
     ]
-    """Streams changes of the index, after a snapshot when asked for."""
+    """Streams changes of the index, after a snapshot when asked for. Never waits for a watcher: one that is too slow loses
+    events, and is told so. Ends with UNAVAILABLE (DRAINING) when the server ends.
+    """
 
     GetStats: grpc.aio.UnaryUnaryMultiCallable[
         prefixcache.v1.admin_pb2.GetStatsRequest,
@@ -252,7 +256,9 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: prefixcache.v1.admin_pb2.WatchEventsRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[prefixcache.v1.admin_pb2.WatchEventsResponse], collections.abc.AsyncIterator[prefixcache.v1.admin_pb2.WatchEventsResponse]]:
-        """Streams changes of the index, after a snapshot when asked for."""
+        """Streams changes of the index, after a snapshot when asked for. Never waits for a watcher: one that is too slow loses
+        events, and is told so. Ends with UNAVAILABLE (DRAINING) when the server ends.
+        """
 
     @abc.abstractmethod
     def GetStats(

@@ -325,7 +325,7 @@ class AcquireResponse(google.protobuf.message.Message):
     load and no lease to release.
     """
     ready_blocks: builtins.int
-    """Blocks whose slots are ready now, counted from block 0."""
+    """Blocks whose slots are ready now, counted from block 0 (in foreign namespaces: how many of those present)."""
     stop: prefixcache.v1.common_pb2.Reason.ValueType
     """Why the prefix ends where it ends; unspecified when all was found."""
     ttl_ms: builtins.int
@@ -333,7 +333,9 @@ class AcquireResponse(google.protobuf.message.Message):
     eta_ms: builtins.int
     """When the last block of the plan should have come, from now. 0 when all is ready."""
     present: builtins.bytes
-    """For foreign namespaces: one bit per key, least significant first."""
+    """For foreign namespaces: one bit per key, least significant first: what is promised. What of it is in memory is in the
+    runs, the rest comes from disk and is told by Arrivals.
+    """
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[prefixcache.v1.common_pb2.PartRun]:
         """Slots to copy from. Of each part the first blocks may be in a GPU pool that the session maps, those behind them in
@@ -393,7 +395,9 @@ class ArrivalsResponse(google.protobuf.message.Message):
     RUNS_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
     ready_blocks: builtins.int
-    """Blocks ready now, counted from block 0."""
+    """Blocks ready now, counted from block 0. In foreign namespaces how many of those that the acquire said are present;
+    they come in any order, the runs say which.
+    """
     stop: prefixcache.v1.common_pb2.Reason.ValueType
     """Set in the last message when the plan was cut short."""
     @property
@@ -426,7 +430,9 @@ class ReleaseRequest(google.protobuf.message.Message):
     lease: builtins.bytes
     """The lease."""
     used_blocks: builtins.int
-    """Blocks really used, counted from block 0; tokens above count as missed for `reason`."""
+    """Blocks really used, counted from block 0 (in foreign namespaces: how many); tokens above count as missed for
+    `reason`.
+    """
     reason: prefixcache.v1.common_pb2.Reason.ValueType
     """Why not all was used. Unspecified counts as REASON_UNUSED."""
     def __init__(
@@ -468,6 +474,7 @@ class ReserveRequest(google.protobuf.message.Message):
     PART_MASK_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     """The session."""
     reservation: builtins.bytes
@@ -488,6 +495,12 @@ class ReserveRequest(google.protobuf.message.Message):
     """How long the blocks should stay, compared with others. Blocks of the request that are stored already get it as well,
     if it is the higher one.
     """
+    shared: builtins.bool
+    """Several sessions fill the reservation, such as the ranks of one engine: each calls Reserve with the same reservation
+    id and otherwise the same request, in any order, and gets the same answer, writes heads that no other writes, and
+    commits those. Who comes when it is over (filled, given up by one of them, out of time) gets FAILED_PRECONDITION.
+    Not in foreign namespaces.
+    """
     def __init__(
         self,
         *,
@@ -500,8 +513,9 @@ class ReserveRequest(google.protobuf.message.Message):
         part_mask: builtins.int = ...,
         ttl_ms: builtins.int = ...,
         priority: global___Priority.ValueType = ...,
+        shared: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["from_block", b"from_block", "keys", b"keys", "namespace_id", b"namespace_id", "parents", b"parents", "part_mask", b"part_mask", "priority", b"priority", "reservation", b"reservation", "session", b"session", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["from_block", b"from_block", "keys", b"keys", "namespace_id", b"namespace_id", "parents", b"parents", "part_mask", b"part_mask", "priority", b"priority", "reservation", b"reservation", "session", b"session", "shared", b"shared", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 global___ReserveRequest = ReserveRequest
 
@@ -614,12 +628,13 @@ class CommitRequest(google.protobuf.message.Message):
     reservation: builtins.bytes
     """The reservation."""
     more: builtins.bool
-    """Other ranks will commit more. Without it, a commit that leaves granted bytes unwritten is refused and the
-    reservation stays.
+    """This session will commit more. Without it, a commit that leaves granted bytes unwritten is refused and the
+    reservation stays; of a shared one the session has said its last word, and blocks become visible when other
+    sessions have written the rest.
     """
     @property
     def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WrittenPart]:
-        """What was written; empty means everything granted, all heads."""
+        """What was written; empty means everything granted, all heads; of a shared reservation nothing."""
 
     def __init__(
         self,
@@ -643,7 +658,7 @@ class CommitResponse(google.protobuf.message.Message):
     DROPPED_FIELD_NUMBER: builtins.int
     DONE_FIELD_NUMBER: builtins.int
     committed_blocks: builtins.int
-    """Blocks that became visible by this call."""
+    """Blocks that became visible by this call; of a shared reservation that is the last writer's."""
     done: builtins.bool
     """Whether the reservation has ended."""
     @property
@@ -663,23 +678,29 @@ global___CommitResponse = CommitResponse
 
 @typing.final
 class AbortRequest(google.protobuf.message.Message):
-    """A reservation not wanted any more."""
+    """A reservation not wanted any more. One that is shared is given up for all its writers, whose slots stay reserved until
+    each of them has said so as well.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
     RESERVATION_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     """The session."""
     reservation: builtins.bytes
     """The reservation."""
+    shared: builtins.bool
+    """The reservation is shared, and this session may not have asked for it: who asks for it later is told that it is over."""
     def __init__(
         self,
         *,
         session: builtins.bytes = ...,
         reservation: builtins.bytes = ...,
+        shared: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reservation", b"reservation", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reservation", b"reservation", "session", b"session", "shared", b"shared"]) -> None: ...
 
 global___AbortRequest = AbortRequest
 
@@ -766,8 +787,11 @@ class LookupResponse(google.protobuf.message.Message):
 
     NODES_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
+    PRESENT_FIELD_NUMBER: builtins.int
     stop: prefixcache.v1.common_pb2.Reason.ValueType
     """Why this node's match ends where it ends."""
+    present: builtins.bytes
+    """For foreign namespaces: one bit per key, least significant first; the tokens of this node are those of all set bits."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeMatch]:
         """This node first."""
@@ -777,8 +801,9 @@ class LookupResponse(google.protobuf.message.Message):
         *,
         nodes: collections.abc.Iterable[global___NodeMatch] | None = ...,
         stop: prefixcache.v1.common_pb2.Reason.ValueType = ...,
+        present: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["nodes", b"nodes", "stop", b"stop"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nodes", b"nodes", "present", b"present", "stop", b"stop"]) -> None: ...
 
 global___LookupResponse = LookupResponse
 

@@ -14,7 +14,8 @@ WINDOW = 128
 
 
 def make(kind: str, folder: Path) -> None:
-    """A checkpoint of `kind` ("llama", "gemma3") in bfloat16, written by transformers."""
+    """A checkpoint of `kind` ("llama", "gemma3", "llama-next": the first one's next revision) in bfloat16, written by
+    transformers."""
     import torch
     import transformers
 
@@ -23,7 +24,7 @@ def make(kind: str, folder: Path) -> None:
         "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False,
         "initializer_range": 0.08, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
-    if kind == "llama":
+    if kind in {"llama", "llama-next"}:
         config: Any = transformers.LlamaConfig(num_hidden_layers=3, **common)
         model: Any = transformers.LlamaForCausalLM
     elif kind == "gemma3":
@@ -35,7 +36,10 @@ def make(kind: str, folder: Path) -> None:
     else:
         raise ValueError(f"no model {kind!r}")
     torch.manual_seed(SEED)
-    model(config).to(torch.bfloat16).save_pretrained(folder)
+    made = model(config).to(torch.bfloat16)
+    if kind == "llama-next":
+        made.model.layers[0].input_layernorm.weight.data.mul_(1.5)
+    made.save_pretrained(folder)
     _save_tokenizer(folder)
 
 

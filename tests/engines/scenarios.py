@@ -137,6 +137,94 @@ def crowd(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, int]
     return {"whole": sum(len(each["tokens"]) == max_tokens for each in outputs), "preempted": len(preempted)}
 
 
+def crowd_that_loads(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, int]:
+    """As `crowd`, with every load so slow that others are preempted before it ends; and how often that happened."""
+    worker, side = _worker(llm), _scheduler(llm)
+    original, core = worker._client.copy_by_ticket, _core(llm)
+    preempt = core.scheduler._preempt_request
+    during: list[str] = []
+
+    def slow(*arguments: Any) -> Any:
+        deadline, before = time.monotonic() + 0.5, len(during)
+        wait_until(lambda: len(during) > before or time.monotonic() > deadline)
+        return original(*arguments)
+
+    def seen(request: Any, *arguments: Any, **more: Any) -> None:
+        if side._loading:
+            during.append(request.request_id)
+        preempt(request, *arguments, **more)
+
+    worker._client.copy_by_ticket, core.scheduler._preempt_request = slow, seen
+    try:
+        done = crowd(llm, prompts, max_tokens)
+    finally:
+        worker._client.copy_by_ticket, core.scheduler._preempt_request = original, preempt
+    return done | {"while_loading": len(during), "loads": side.book.hits}
+
+
+def asks(llm: Any, prompts: list[list[int]]) -> dict[str, float]:
+    """How often the engine asked for all these requests, how often the daemon was, and the largest share of its memory
+    that was pinned for requests that did not run."""
+    side, asker = _scheduler(llm), _scheduler(llm)._asker
+    matched, submit = side.matched, asker.submit
+    seen = {"engine": 0, "daemon": 0, "pinned_share": 0.0}
+
+    def counted(request: Any, local_tokens: int) -> Any:
+        seen["engine"] += 1
+        found = matched(request, local_tokens)
+        if asker.pool_bytes:
+            seen["pinned_share"] = max(seen["pinned_share"], side.book.pinned_bytes / asker.pool_bytes)
+        return found
+
+    def counted_too(ask: Any) -> None:
+        seen["daemon"] += 1
+        submit(ask)
+
+    side.matched, asker.submit = counted, counted_too
+    try:
+        generate(llm, prompts, 4)
+    finally:
+        side.matched, asker.submit = matched, submit
+    return seen
+
+
+def ask_of_a_silent_daemon(llm: Any, prompt: list[int], steps: int) -> dict[str, int]:
+    """The daemon answers nothing until the engine has stepped so often: the tokens another request got meanwhile, and
+    how often the engine was told to ask later. An engine that waited for the answer would not come back."""
+    import threading
+
+    side, core, client = _scheduler(llm), _core(llm), _scheduler(llm)._asker._client
+    acquire, matched, answer = client.acquire, side.matched, threading.Event()
+    later: list[str] = []
+
+    def silent(*arguments: Any, **more: Any) -> Any:
+        assert answer.wait(WAIT_S)
+        return acquire(*arguments, **more)
+
+    def seen(request: Any, local_tokens: int) -> Any:
+        found = matched(request, local_tokens)
+        later.extend([request.request_id] * (found[0] is None))
+        return found
+
+    _add(llm, "running", [7] * 8, 3000)
+    settled = core.scheduler.requests
+    assert wait_until(lambda: llm.llm_engine.step() or any(each.num_output_tokens for each in settled.values()))
+    (running,) = settled.values()
+    before = running.num_output_tokens
+    client.acquire, side.matched = silent, seen
+    try:
+        _add(llm, "asking", prompt, 1)
+        for _ in range(steps):
+            llm.llm_engine.step()
+        tokens = running.num_output_tokens - before
+    finally:
+        answer.set()
+        client.acquire, side.matched = acquire, matched
+    llm.llm_engine.abort_request(["running", "asking"])
+    settle(llm)
+    return {"tokens": tokens, "told_later": len(later)}
+
+
 def change_weights(llm: Any, factor: float) -> bool:
     """Scale a weight of the running model (matrices are repacked when loaded), and tell vLLM."""
     model = _core(llm).model_executor.driver_worker.worker.model_runner.get_model()
@@ -217,3 +305,58 @@ def _add(llm: Any, name: str, prompt: list[int], max_tokens: int) -> None:
 
     parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+
+
+def settle_ranks(llm: Any) -> None:
+    """As `settle`, for workers in processes of their own."""
+    core, until = _core(llm), time.monotonic() + WAIT_S
+    while core.scheduler.has_requests() or any(core.model_executor.collective_rpc(_is_saving)):
+        core.step_fn()
+        assert time.monotonic() < until, "saves do not end"
+
+
+def stored(llm: Any, prompt: list[int], salt: str) -> list[str]:
+    """The bytes of a prompt's blocks in the daemon, as hex digits."""
+    from prefixcache.identity.keys import block_keys, root_key
+    from prefixcache_client import PromptKeys
+
+    namespace, client = _scheduler(llm)._namespaces[""], _core(llm).scheduler.connector._client
+    root = root_key(namespace.epoch.fingerprint, cache_salt=salt.encode())
+    keys = block_keys(root, prompt, namespace.block_tokens)
+    found = []
+    with client.acquire(namespace, PromptKeys(keys, len(prompt))) as lease:
+        for block in range(lease.tokens // namespace.block_tokens):
+            with lease.view(block) as data:
+                found.append(bytes(data).hex())
+    return found
+
+
+def kill_rank(llm: Any, rank: int, moment: str) -> None:
+    """Have a worker killed in its next store, when its bytes are in the slots, or in its next load."""
+    _core(llm).model_executor.collective_rpc(_arm, args=(rank, moment))
+
+
+def _is_saving(worker: Any) -> bool:
+    return bool(_worker(None).transfers.busy)
+
+
+def _arm(worker: Any, rank: int, moment: str) -> None:
+    import os
+    import signal
+
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    if get_tensor_model_parallel_rank() != rank:
+        return
+    client = _worker(None)._client
+    assert wait_until(client.open)
+
+    def killed(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "load":
+        client.copy_by_ticket = killed
+        return
+    path = client._link.session.path
+    save = path.save
+    path.save = lambda *arguments: (save(*arguments), killed())

@@ -155,6 +155,28 @@ def test_preempted_requests_store_no_wrong_byte(first: Engine) -> None:
         assert loaded.tokens == first.one(each, cache_salt="cold").tokens
 
 
+def test_others_preempted_while_one_loads(first: Engine) -> None:
+    prompts = [prompt(40 + i, 500) for i in range(4)]
+    for each in prompts:
+        first.one(each)
+    first.call("settle")
+    done = first.call("crowd_that_loads", prompts=prompts * 2, max_tokens=150)
+    assert done["whole"] == 2 * len(prompts)
+    assert done["while_loading"] > 0
+    first.call("settle")
+    for each in prompts:
+        loaded = first.one(each)
+        assert loaded.cached == 448
+        assert loaded.tokens == first.one(each, cache_salt="cold").tokens
+
+
+def test_the_scheduler_never_waits_for_the_daemon(first: Engine) -> None:
+    # As many steps as fit into the time after which the engine would be told to compute.
+    seen = first.call("ask_of_a_silent_daemon", prompt=prompt(60, 500), steps=8)
+    assert seen["tokens"] >= 7
+    assert seen["told_later"] >= 1
+
+
 def test_a_prompt_that_is_all_there(first: Engine) -> None:
     whole = prompt(7, 640)
     computed = first.one(whole)

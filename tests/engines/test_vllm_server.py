@@ -11,6 +11,7 @@ from tests.engines.vllm_server import Server, documented_flag
 
 LONG = prompt(1, 700)
 HITS = "vllm:external_prefix_cache_hits_total"
+OURS = "vllm:prefixcache_"
 
 
 def test_server(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -21,15 +22,26 @@ def test_server(checkpoints: Checkpoints, tmp_path: Path) -> None:
     try:
         with Server(checkpoints("llama"), tmp_path / "first.log", *flag) as server:
             cold = server.complete(LONG)
+            assert server.metric(f"{OURS}hits_total") == 0, "a counter is there before it counts"
             assert wait_until(lambda: server.complete(LONG) == cold and server.metric(HITS) >= 640)
+            assert wait_until(lambda: server.metric(f"{OURS}saved_tokens_total") >= 704)
         with Server(checkpoints("llama"), tmp_path / "second.log", *flag) as server:
-            assert server.complete(LONG) == cold
-            assert server.metric(HITS) == 640
+            # On a busy machine the daemon's first answer may come too late.
+            assert wait_until(lambda: server.complete(LONG) == cold and server.metric(HITS) >= 640)
+            assert server.metric(f"{OURS}saved_tokens_total") == 0, "all of it is what the first server stored"
+            assert wait_until(lambda: server.metric(f"{OURS}loaded_tokens_total") == server.metric(HITS))
+            hits = server.metric(f"{OURS}hits_total")
+            assert hits == server.metric(HITS) / 640
+            assert server.metric(f"{OURS}load_seconds_count") == server.metric(f"{OURS}loads_total") == hits
+            assert server.metric(f"{OURS}load_bytes_total") > 0
+            assert server.metric(f"{OURS}not_loaded_total", reason="not_stored") == 0
             no_cache_s = 0.0
             for salt in ("nobody else's", "nor this", "nor that"):
                 began = time.monotonic()
                 assert server.complete(LONG, cache_salt=salt) == cold
                 no_cache_s = max(no_cache_s, time.monotonic() - began)
+            assert wait_until(lambda: server.metric(f"{OURS}not_loaded_total") >= 3)
+            assert server.metric(f"{OURS}not_loaded_total", reason="not_stored") > 0
             daemon.kill()
             for _ in range(3):
                 began = time.monotonic()

@@ -63,10 +63,13 @@ class Server:
         answer = json.loads(self.get("/v1/completions", json.dumps(body).encode()))
         return list(answer["choices"][0]["token_ids"])
 
-    def metric(self, name: str) -> float:
-        """The sum of a counter on the metrics page."""
-        lines = self.get("/metrics").splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(rf"{re.escape(name)}[{{ ]", line))
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a counter on the metrics page, over all lines with these labels; a KeyError where it is not."""
+        lines = [line for line in self.get("/metrics").splitlines() if re.match(rf"{re.escape(name)}[{{ ]", line)]
+        if not lines and not labels:
+            raise KeyError(name)
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(float(line.rpartition(" ")[2]) for line in lines if all(each in line for each in wanted))
 
     def get(self, path: str, body: bytes | None = None) -> str:
         """The answer of a path."""

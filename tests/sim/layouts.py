@@ -21,6 +21,9 @@ SPECS = (
     ),
     NamespaceSpec(TOKENS, (GroupSpec(GroupKind.SLIDING, 2 * TOKENS),), (PartSpec(0, HEADS, GRANULE),)),
     NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, HEADS, GRANULE),), NamespaceKind.FOREIGN),
+    NamespaceSpec(
+        TOKENS, (FULL,), (PartSpec(0, HEADS, 2 * GRANULE), PartSpec(0, HEADS, GRANULE)), NamespaceKind.FOREIGN
+    ),
 )
 STEPS = 60
 # What a seed is mostly about: which namespaces it may have, and what goes wrong in it.
@@ -30,6 +33,7 @@ FLAVOURS: dict[str, tuple[list[int], list[str]]] = {
     "moves": ([0, 1, 2], ["clear", "fail_part", "session_trouble"]),
     "restarts": ([0, 1, 2, 3, 4], ["restart"] * 3 + ["fail_part"]),
     "patches": ([2, 3], ["clear", "fail_part", "session_trouble"]),
+    "shared": ([0, 1, 2, 3], ["session_trouble"] * 4 + ["clear", "fail_part"]),
     "gpu": ([0, 1, 0, 1, 2, 4], ["clear", "clear", "fail_part", "session_trouble", "lose_device"]),
     "gpu_moves": ([0, 1], ["clear", "session_trouble"]),
     "gpu_cuts": ([0], ["cut"]),
@@ -38,12 +42,17 @@ FLAVOURS: dict[str, tuple[list[int], list[str]]] = {
     "gpu_disk": ([0, 1], ["crash", "clear", "disk_trouble", "flush", "fail_part", "lose_device"]),
     "disk": ([0, 1, 0, 1, 2, 3, 4], ["crash"] * 2 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
     "disk_moves": ([0, 1], ["clear", "flush"]),
-    "disk_restarts": ([0, 1], ["crash"] * 3 + ["restart"] * 3 + ["clear", "flush"] * 3 + ["session_trouble"]),
+    "disk_restarts": ([0, 1, 4], ["crash"] * 3 + ["restart"] * 3 + ["clear", "flush"] * 3 + ["session_trouble"]),
+    "disk_foreign": (
+        [4, 5, 4, 5, 0],
+        ["crash"] * 4 + ["restart", "clear", "clear", "disk_trouble", "disk_trouble", "flush", "fail_part"],
+    ),
     "disk_windows": ([2, 2, 3], ["crash"] * 5 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
 }
 
-# For planted bugs that show without GPU pools; those have their own in test_gpu_simulator.
-WITHOUT_GPUS = tuple(flavour for flavour in FLAVOURS if "gpu" not in flavour)
+# For planted bugs that show without GPU pools and shared reservations; those have their own in test_gpu_simulator and
+# test_sharing.
+WITHOUT_GPUS = tuple(flavour for flavour in FLAVOURS if "gpu" not in flavour and flavour != "shared")
 
 
 def chain(letters: str) -> bytes:

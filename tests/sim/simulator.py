@@ -17,6 +17,7 @@ from prefixcache.core.commands import (
     Arrived,
     CancelReads,
     Change,
+    Cleared,
     Command,
     Committed,
     ComputeChecksum,
@@ -69,7 +70,7 @@ from prefixcache.core.ids import HOST_POOL, KEY_BYTES, NamespaceKind, Tier
 from prefixcache.core.pin_messages import PinEnded
 from prefixcache.core.planner import Planner
 from prefixcache.core.policy.names import NAMES as POLICIES
-from prefixcache.core.radix import VISIBLE, subtree
+from prefixcache.core.radix import VISIBLE, Node, subtree
 from prefixcache.core.reasons import Refusal
 from prefixcache.core.spec import DiskSpec, GpuSpec, Limits, PlannerConfig, PoolSpec
 from prefixcache.core.table import HIGH, LOW, NORMAL
@@ -80,6 +81,7 @@ from tests.sim.layouts import FLAVOURS, GRANULE, SPECS, STEPS, TOKENS, chain
 from tests.sim.nonsense import Nonsense
 from tests.sim.pins import Pins
 from tests.sim.priorities import Priorities
+from tests.sim.sharing import Sharing
 from tests.sim.story import tell
 from tests.sim.workers import Prompt, Reading, Worker, Writing
 
@@ -96,10 +98,12 @@ class Simulator:
         self.executor = Executor(self.memories, self.rng)
         self.now = 0.0
         self.history: list[tuple[float, Event, list[Command]]] = []
-        self.dirty, self.cut_off = True, False
+        self.dirty = True
         self.next_id = 0
         self.workers: list[Worker] = []
         self.visible: dict[int, set[bytes]] = {}
+        self.on_disk_only: dict[int, set[bytes]] = {}  # of them, as published
+        self.subtrees: list[Published] = []  # of this event: blocks that left with all below them
         self.copies: Counter[tuple[int, bytes]] = Counter()  # in GPU pools, as published: (namespace, key)
         self.sums: Counter[str] = Counter()
         self.waiting: dict[bytes, tuple[Worker, Prompt, AcquireRequested]] = {}
@@ -136,9 +140,10 @@ class Simulator:
             self.slabs = self.rng.randint(3, 8)
         self.pins = Pins(self)
         self.priorities = Priorities(self)
+        self.sharing = Sharing(self)
         self.pin_share = self.rng.choice((0.0, 0.5, 0.75, 0.75)) if self.flavour != "gpu_cuts" else 0.0
         self.config = self._config(1)
-        self.planner = Planner(self.config)
+        self.planner = self._new_planner()
         self.nonsense = Nonsense(self)
         self._open_namespaces()
         if self.disk is not None:
@@ -189,6 +194,8 @@ class Simulator:
         for worker in self.workers:
             self.send(ProcessExited(worker.session))
         self.workers.clear()
+        if self.sharing.tickets:
+            self.now += 10.0  # writers that never came are waited for
         self.send(TimePassed())
         self.check()
         self.settle()  # time that passes may begin writes, loads and moves, also when nobody is there
@@ -230,6 +237,8 @@ class Simulator:
         choices: list[Callable[[Worker], None]] = []
         if not worker.gone:
             choices += [self.acquire, self.acquire, self.reserve, self.reserve]
+            if self.flavour == "shared":
+                choices += [self.sharing.act] * 6
             if self.disk is not None or self.is_gpu:
                 choices += [self.acquire] * 2
         if worker.readings:
@@ -303,11 +312,22 @@ class Simulator:
             event.own_tail, event.gently = self.rng.random() < 0.5, self.rng.random() < 0.7
         replies = self.send(event)
         self.pins.check_eviction(event, replies, before)
+        named = self._named(event, replies)
         for space, visible in self.visible.items():
             gone = before[space] - visible
+            if space == number and self.disk is not None:
+                gone |= named
             if self.disk is not None and keys is None and event.namespace in (None, space):
                 gone |= self.disk.keys_of(space)  # also what was not told yet
             self.cleared.setdefault(space, set()).update(gone)
+
+    def _named(self, event: ClearRequested, replies: list[Command]) -> set[bytes]:
+        """Keys that a clear named, whether anybody knew of them or not."""
+        if event.keys is None or event.own_tail or not any(isinstance(reply, Cleared) for reply in replies):
+            return set()
+        keys = [event.keys[at : at + KEY_BYTES] for at in range(0, len(event.keys), KEY_BYTES)]
+        assert event.namespace is not None
+        return set(keys if self.specs[event.namespace].kind is NamespaceKind.FOREIGN else keys[-1:])
 
     def cut(self) -> None:
         """The end of what somebody reads is cleared."""
@@ -475,14 +495,14 @@ class Simulator:
             Coverage(int(writing.reply.blocks[entry]), 1, part, heads.start, len(heads)) for entry, part, heads in told
         )
         more = bool(writing.todo) and self.rng.random() < 0.8
-        whole = not writing.todo and self.rng.random() < 0.5
+        whole = not writing.todo and self.rng.random() < 0.5 and not writing.shared
         event = CommitRequested(worker.session, name, None if whole else coverage, more=more)
         writing.told = len(writing.done)
         for reply in self.send(event):
             if isinstance(reply, Committed):
-                if reply.open_blocks and not more:
+                if reply.open_blocks and not more and not writing.shared:
                     raise SimError("a commit ended with open blocks")
-                if not more and writing.todo and reply.stored:
+                if not more and writing.todo and reply.stored and not writing.shared:
                     raise SimError("a half-filled reservation was committed")
                 if not more:
                     worker.writings.pop(name, None)
@@ -558,9 +578,10 @@ class Simulator:
 
     def _begin_anew(self) -> None:
         """A planner that knows nothing: before its first event, so does who checks it."""
-        self.planner = Planner(self.config)
+        self.planner = self._new_planner()
         self.has_more = False
         self.visible = {number: set() for number in self.specs}
+        self.on_disk_only = {number: set() for number in self.specs}
         self.priorities.forget()
         self.pins.stopped()
 
@@ -589,7 +610,8 @@ class Simulator:
 
     def send(self, event: Event) -> list[Command]:
         """Hands an event to the planner and does what it answers."""
-        self.dirty, self.cut_off = True, False
+        self.dirty = True
+        self.subtrees.clear()
         commands: list[Command] = []
         self.history.append((self.now, event, commands))
         before = {number: set(keys) for number, keys in self.visible.items()} if self.pins.live else {}
@@ -650,16 +672,30 @@ class Simulator:
         elif isinstance(command, (WriteRecords, ReadRecords, FreeSegment)):
             disk.begin(command)
 
+    def _new_planner(self) -> Planner:
+        """One that says which blocks leave with all below them; all others are evictions."""
+        planner = Planner(self.config)
+        state, told = planner.state, planner.state.publish_subtree
+
+        def tell(node: Node) -> None:
+            before = len(state.news)
+            told(node)
+            self.subtrees += state.news[before:]
+
+        state.publish_subtree = tell  # type: ignore[method-assign]  # a spy, as the news themselves do not say it
+        return planner
+
     def _publish(self, event: Published) -> None:
         if event.tier is Tier.GPU:
             self._publish_copies(event)
             return
-        visible = self.visible[event.namespace]
+        visible, cold = self.visible[event.namespace], self.on_disk_only[event.namespace]
         keys = {event.keys[at : at + KEY_BYTES] for at in range(0, len(event.keys), KEY_BYTES)}
         if event.change is Change.STORED:
             if event.parent and event.parent not in visible and audit.has_full(self.specs[event.namespace]):
                 raise SimError("stored below a parent that is not there")
             visible |= keys
+            cold |= keys if event.tier is Tier.DISK else set()
             cleared = self.cleared.setdefault(event.namespace, set())
             if isinstance(self.history[-1][1], DiskRecovered):
                 self.priorities.recovered(event.namespace, keys)
@@ -667,15 +703,22 @@ class Simulator:
                 raise SimError("what was cleared came back from disk")
             cleared -= keys
         elif event.change is Change.REMOVED:
-            if not keys <= visible and not self.cut_off:
-                raise SimError("removed what was not there")
-            self.pins.removed(event.namespace, keys)
+            if not keys <= visible or (keys & cold != keys if event.tier is Tier.DISK else keys & cold):
+                raise SimError("removed what was not there, or not in that tier")
+            if not any(event is each for each in self.subtrees):
+                self.pins.removed(event.namespace, keys)
             visible -= keys
+            cold -= keys
+        elif event.change is Change.MOVED:
+            if not keys <= visible or (keys & cold if event.tier is Tier.DISK else keys & cold != keys):
+                raise SimError("moved what was not there, or was there already")
+            if event.tier is Tier.DISK:
+                cold |= keys
+            else:
+                cold -= keys
         else:
-            # A subtree left: what it held is read off the tree, which `check` compares with everything else. That is
-            # the tree after the event, so what the same event removes behind this is not in sight any more.
-            self.cut_off = True
-            self.visible[event.namespace] &= audit.stored_keys(self.planner.state.namespaces[event.namespace])
+            visible.clear()
+            cold.clear()
 
     def _publish_copies(self, event: Published) -> None:
         change = {Change.STORED: 1, Change.REMOVED: -1}[event.change]
@@ -707,6 +750,8 @@ class Simulator:
                 audit.check_records(space, self.disk)
             if audit.stored_keys(space) != self.visible[space.number]:
                 raise SimError("published events and tree differ")
+            if audit.cold_keys(space) != self.on_disk_only[space.number]:
+                raise SimError("published events and tiers differ")
         self._check_copies()
         self.pins.check()
         self.priorities.check()
@@ -758,4 +803,5 @@ class Simulator:
     def _open_namespaces(self) -> None:
         for number, spec in self.specs.items():
             self.visible.setdefault(number, set())
+            self.on_disk_only.setdefault(number, set())
             self.send(NamespaceOpened(number, number.to_bytes(32, "big"), spec))

@@ -15,13 +15,23 @@ Importing it imports numpy and protobuf; gRPC is imported when the local channel
 from prefixcache_client.aio import AsyncClient, AsyncLease
 from prefixcache_client.client import Client
 from prefixcache_client.errors import LeaseEndedError
+from prefixcache_client.foreign import ForeignCache, ForeignLease
 from prefixcache_client.handover import LeaseTicket
 from prefixcache_client.lease import Lease
 from prefixcache_client.namespace import Namespace, PromptKeys
 from prefixcache_client.options import ClientOptions
-from prefixcache_client.results import CopyResult, LookupResult, PinResult, PrefetchResult, StoreResult
+from prefixcache_client.portions import Portion
+from prefixcache_client.results import (
+    CopyResult,
+    ForeignLookup,
+    ForeignStore,
+    LookupResult,
+    PinResult,
+    PrefetchResult,
+    StoreResult,
+)
 from prefixcache_client.stats import ClientStats
-from prefixcache_client.tensors import Blocks, Layers, Pages
+from prefixcache_client.tensors import Blocks, Layers, Pages, Rows
 
 __all__ = [
     "AsyncClient",
@@ -31,6 +41,10 @@ __all__ = [
     "ClientOptions",
     "ClientStats",
     "CopyResult",
+    "ForeignCache",
+    "ForeignLease",
+    "ForeignLookup",
+    "ForeignStore",
     "Layers",
     "Lease",
     "LeaseEndedError",
@@ -39,7 +53,9 @@ __all__ = [
     "Namespace",
     "Pages",
     "PinResult",
+    "Portion",
     "PrefetchResult",
     "PromptKeys",
+    "Rows",
     "StoreResult",
 ]

@@ -17,9 +17,9 @@ from prefixcache_client.ids import new_id
 from prefixcache_client.lease import Grant, Lease
 from prefixcache_client.link import Link
 from prefixcache_client.namespace import Epoch, Namespace, Prompt
-from prefixcache_client.reasons import NEVER_SENT, NOT_CACHED, PARTIAL_BLOCK, reason_name
+from prefixcache_client.reasons import NOT_CACHED, PARTIAL_BLOCK, reason_name
 from prefixcache_client.session import Session
-from prefixcache_client.transport import ACQUIRE, RELEASE
+from prefixcache_client.transport import ACQUIRE
 
 _MS: Final = 1000
 
@@ -54,7 +54,7 @@ def acquire(link: Link, ns: Namespace, prompt: Prompt, wish: Wish) -> Lease:
         build = partial(_request, ns, epoch, (lease_id, keys, rest))
         session, answer = link.call(ACQUIRE, cache_pb2.AcquireResponse, build, timeout_s)
     except Failure as failure:
-        _give_back_unseen(link, lease_id, failure)
+        link.give_back_unseen(lease_id, failure)
         return _missed(link, ns, (usable, first), failure.reason)
     ready, planned = min(answer.ready_blocks, last), min(answer.planned_blocks, last)
     if planned <= first:
@@ -83,15 +83,3 @@ def _missed(link: Link, ns: Namespace, asked: _Asked, reason: str) -> Lease:
     partial_tokens = looked_up if reason == PARTIAL_BLOCK else looked_up % ns.block_tokens
     link.counters.acquired(0, looked_up - partial_tokens, reason, partial_tokens)
     return Lease(link, ns.form, 0, first, reason, None)
-
-
-def _give_back_unseen(link: Link, lease_id: bytes, failure: Failure) -> None:
-    """The answer may still be under way, and with it a lease; the id is ours, so it can be given back unseen."""
-    if failure.reason not in NEVER_SENT:
-        _give_back(link, link.session, lease_id)
-
-
-def _give_back(link: Link, session: Session | None, lease_id: bytes) -> None:
-    if session is not None:
-        request = cache_pb2.ReleaseRequest(session=session.session_id, lease=lease_id)
-        link.post(session, RELEASE, request.SerializeToString())

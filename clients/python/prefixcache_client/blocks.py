@@ -28,12 +28,14 @@ class BlockFormat:
     """A layout at a block size, in the form that slots hold. Raises LayoutError, as `Layout.parts` does, when its sizes
     overflow, and CodecError for a codec that is unknown or cannot stand for this layout.
 
-    `layout` is that of the engine's tensors, `stored` that of the slots; they differ where there is a codec.
+    `layout` is that of the engine's tensors, `stored` that of the slots; they differ where there is a codec. `foreign`:
+    whether keys are an engine's own, each found for itself.
     """
 
     layout: Layout
     block_tokens: int
     codec: str = RAW
+    foreign: bool = False
 
     def __post_init__(self) -> None:
         self.stored.parts(self.block_tokens)
@@ -107,7 +109,7 @@ class BlockFormat:
                 )
                 for part in self.parts
             ],
-            kind=common_pb2.NAMESPACE_KIND_TOKENS,
+            kind=common_pb2.NAMESPACE_KIND_FOREIGN if self.foreign else common_pb2.NAMESPACE_KIND_TOKENS,
             label=label[:MAX_LABEL],
         )
 

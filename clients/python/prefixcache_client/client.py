@@ -19,15 +19,17 @@ from prefixcache.identity.canonical import Value
 from prefixcache.identity.fingerprint import Scales
 from prefixcache.identity.layout import Layout
 from prefixcache.identity.model import NamespaceOptions
-from prefixcache_client import acquire, handover, lookup, pins, prefetch, store
+from prefixcache_client import acquire, foreign, handover, lookup, pins, prefetch, store
 from prefixcache_client import namespace as namespaces
 from prefixcache_client.address import parse_address
 from prefixcache_client.errors import Failure
+from prefixcache_client.foreign import ForeignCache
 from prefixcache_client.handover import LeaseTicket
 from prefixcache_client.lease import Lease
 from prefixcache_client.link import Link
 from prefixcache_client.namespace import Namespace, Prompt, Secrets
 from prefixcache_client.options import ClientOptions
+from prefixcache_client.portions import Portion
 from prefixcache_client.reasons import QUEUE_FULL
 from prefixcache_client.results import CopyResult, LookupResult, PinResult, PrefetchResult, StoreResult
 from prefixcache_client.stats import ClientStats, Counters
@@ -160,6 +162,30 @@ class Client:
         wish = (max_tokens, from_token, ttl_s, recompute_s_per_token, timeout_s, load_timeout_s)
         return acquire.acquire(self._link, ns, prompt, wish)
 
+    def foreign_namespace(
+        self,
+        engine: str,
+        weights_digest: bytes,
+        shape: tuple[int, int],
+        *,
+        form: Mapping[str, Value],
+        tenant: str = "",
+        tenant_key: bytes | None = None,
+        label: str = "",
+    ) -> Namespace:
+        """A namespace of blocks that only `engine` understands, under its own keys; makes no call.
+
+        `engine`: its name in lower case, such as "sglang". `shape`: (bytes, tokens) of a block, the same for all.
+        `form`: everything else the bytes depend on, by name: dtype, layers, heads, order of bytes, parallel sizes and
+        rank. Raises LayoutError, IdentityError or CanonicalError for what cannot exist.
+        """
+        secrets = Secrets(tenant_key, b"", label)
+        return foreign.foreign_namespace(engine, weights_digest, shape, dict(form), secrets, tenant)
+
+    def foreign(self, ns: Namespace) -> ForeignCache:
+        """The calls of a foreign namespace. Raises ValueError for one of tokens."""
+        return ForeignCache(self._link, ns)
+
     def copy_by_ticket(self, ns: Namespace, ticket: LeaseTicket, tensors: Any) -> CopyResult:
         """Copy blocks that another process of this host has leased (`Lease.ticket`) and keeps leased meanwhile.
 
@@ -192,6 +218,22 @@ class Client:
         tensors that do not fit the layout and for another priority.
         """
         return store.store(self._link, ns, ns.epoch, prompt, tensors, store.wish(from_token, priority))
+
+    def store_portion(
+        self, ns: Namespace, prompt: Prompt, tensors: Any, portion: Portion, from_token: int = 0
+    ) -> StoreResult:  # fmt: skip
+        """As `store`, of a store that several processes of this host make together: writes this one's heads.
+
+        The blocks become visible with the last of them, whose result counts them; the others store 0 blocks. Each must
+        call it, or `give_up`: what one does not write within `options.reservation_ttl_s` is not stored. Raises
+        ValueError also for a portion that does not fit the layout.
+        """
+        portion.check(ns.form)
+        return store.store(self._link, ns, ns.epoch, prompt, tensors, store.wish(from_token, "normal", portion))
+
+    def give_up(self, ns: Namespace, ticket: bytes) -> None:
+        """This process will not store its portion under the ticket; what the others write is dropped. Never waits."""
+        store.give_up(self._link, ns.form, ticket)
 
     def store_later(
         self, ns: Namespace, prompt: Prompt, tensors: Any, *, from_token: int = 0, priority: Priority = "normal"

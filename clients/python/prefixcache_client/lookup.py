@@ -29,6 +29,10 @@ def lookup(link: Link, ns: Namespace, prompt: Prompt, timeout_s: float) -> Looku
     except Failure as failure:
         return LookupResult(0, reason=failure.reason)
     nodes = {node.node: node.tokens for node in answer.nodes}
+    return LookupResult(nodes.pop("", 0), tiers_here(answer), nodes, reason_name(answer.stop))
+
+
+def tiers_here(answer: cache_pb2.LookupResponse) -> dict[str, int]:
+    """Tokens by tier on the node that answered."""
     here = next((node for node in answer.nodes if not node.node), cache_pb2.NodeMatch())
-    tiers = {tier: count for tier in _TIERS if (count := getattr(here.tiers, tier))}
-    return LookupResult(nodes.pop("", 0), tiers, nodes, reason_name(answer.stop))
+    return {tier: count for tier in _TIERS if (count := getattr(here.tiers, tier))}

@@ -59,7 +59,7 @@ class Namespace:
 
         Raises LayoutError or IdentityError for what cannot exist, ValueError for a bad key.
         """
-        self.form = BlockFormat(identity.layout, identity.block_tokens, identity.codec)
+        self.form = BlockFormat(identity.layout, identity.block_tokens, identity.codec, bool(identity.engine))
         self.reason_off = reason_off
         self._identity = identity
         self._tenant_key = tenant_key

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
@@ -36,6 +39,26 @@ class StoreResult:
 
     def __bool__(self) -> bool:
         return self.stored_blocks > 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForeignStore(StoreResult):
+    """What `ForeignCache.store` did; a StoreResult. `stored`: bool[n], the keys that are known to be stored now."""
+
+    stored: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForeignLookup:
+    """What `ForeignCache.lookup` found. `present`: bool[n], the keys that are stored. `reason`: why not all are.
+    `tiers`: their tokens by tier."""
+
+    present: npt.NDArray[np.bool_]
+    reason: str = ""
+    tiers: dict[str, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.present.any())
 
 
 @dataclass(frozen=True, slots=True)

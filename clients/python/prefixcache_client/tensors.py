@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixcache_client.blocks import BlockFormat
-from prefixcache_offload.engine import EngineTensor, Holds, Job, Move, plan
+from prefixcache_offload.engine import EngineTensor, Holds, Job, Move, Pieces, plan
 from prefixcache_offload.memory import Memory, is_tensor
 from prefixcache_offload.strides import Span, Strided
 from prefixcache_offload.units import SLOT_GRANULE
@@ -93,6 +93,28 @@ class Blocks:
             job = grouped.setdefault((id(memory), itemsize), Job(memory, [], itemsize))
             job.moves.append(Move(_dense(start, place.shape, itemsize), place))
         return list(grouped.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one array, in any order: block i of part 0 is row `rows[i]` of `array`, whose first axis counts rows.
+
+    `rows`: i64[n]. For buffers of an engine's that hold blocks of many prompts, such as vLLM's CPU tier.
+    """
+
+    array: Any
+    rows: npt.ArrayLike
+
+    def covers(self, form: BlockFormat, part: int) -> range:
+        """See KvTensors."""
+        return range(np.asarray(self.rows).size) if part == 0 else range(0)
+
+    def jobs(self, form: BlockFormat, part: int, blocks: Places, slots: Slots) -> list[Job]:
+        """See KvTensors. Raises ValueError for rows that the array does not have."""
+        rows = np.asarray(self.rows, dtype=np.int64)[blocks]
+        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < len(self.array):
+            raise ValueError(f"rows must be from 0 to {len(self.array) - 1}")
+        return [_stacked(self.array, form.parts[part].bytes, rows, slots.astype(np.int64) * SLOT_GRANULE)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +286,7 @@ def _place_of(array: Any, memories: dict[int, Memory]) -> tuple[Memory, Strided,
 
 
 def _stacked(arrays: Any, want: int, rows: Places, starts: Places) -> Job:
-    """Moves between slots and rows of one array: one for all where both lie at equal distances, else one for each."""
+    """Moves between slots and rows of one array: one for all where both lie at equal distances."""
     memory, place, itemsize = _place_of(arrays, {})
     one = Strided(place.offset, place.shape[1:], place.strides[1:])
     if one.elements * itemsize != want:
@@ -275,6 +297,10 @@ def _stacked(arrays: Any, want: int, rows: Places, starts: Places) -> Job:
         pool = slot.moved(int(starts[0])).stacked(rows.size, int(steps[0]))
         engine = one.moved(int(rows[0]) * row_stride).stacked(rows.size, int(row_steps[0]) * row_stride)
         return Job(memory, [Move(pool, engine)], itemsize)
+    if row_stride > 0 and rows.size > 1 and not (row_steps == 1).all():
+        # Scattered on both sides: told as two arrays, for a copy that takes the interpreter's lock once.
+        pieces = Pieces(Move(slot, one), starts, rows * row_stride, [(at, 1) for at in range(rows.size)])
+        return Job(memory, [pieces], itemsize)
     pairs = zip(starts.tolist(), rows.tolist(), strict=True)
     return Job(memory, [Move(slot.moved(start), one.moved(row * row_stride)) for start, row in pairs], itemsize)
 

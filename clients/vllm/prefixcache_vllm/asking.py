@@ -41,6 +41,14 @@ class Found:
     reason: str = ""
 
 
+@dataclass(slots=True)
+class Hint:
+    """A question that will be asked. `wanted`: False once it was, or when nobody will."""
+
+    question: Question
+    wanted: bool = True
+
+
 class Ask:
     """One question under way. Thread-safe."""
 
@@ -82,8 +90,9 @@ class Asker(Protocol):
     def give_back(self, ask: Ask, used_tokens: int) -> None:
         """The answer is not needed any more, or never was; `used_tokens` of the prompt were."""
 
-    def hint(self, question: Question) -> None:
-        """This will be asked soon: what is on a slower tier may come up already. Nothing is leased."""
+    def hint(self, hint: Hint) -> None:
+        """This will be asked soon: what is on a slower tier may come up already, and what is in memory should not leave
+        now. Nothing is leased."""
 
     @property
     def pool_bytes(self) -> int:
@@ -96,7 +105,7 @@ class DaemonAsker:
     def __init__(self, client: Client, timeout_s: float, load_timeout_s: float) -> None:
         self._client = client
         self._timeouts = (timeout_s, load_timeout_s)
-        self._work: queue.SimpleQueue[tuple[Ask, int | None] | Question | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Ask, int | None] | Hint | None] = queue.SimpleQueue()
         self._hints_from = 0.0
         self._threads = [
             threading.Thread(target=self._run, name=f"prefixcache-ask-{number}", daemon=True)
@@ -118,10 +127,10 @@ class DaemonAsker:
         """See Asker."""
         self._work.put((ask, used_tokens))
 
-    def hint(self, question: Question) -> None:
+    def hint(self, hint: Hint) -> None:
         """See Asker."""
         if time.monotonic() >= self._hints_from:
-            self._work.put(question)
+            self._work.put(hint)
 
     def close(self) -> None:
         """End the threads; what is still asked is answered or dropped with the client."""
@@ -131,8 +140,9 @@ class DaemonAsker:
     def _run(self) -> None:
         self._client.open()  # now rather than at the first question; a daemon need not be there
         while (task := self._work.get()) is not None:
-            if isinstance(task, Question):
-                self._prefetch(task)
+            if isinstance(task, Hint):
+                if task.wanted:  # a request that need not wait is asked for at once
+                    self._prefetch(task.question)
                 continue
             ask, used_tokens = task
             unwanted = self._answer(ask) if used_tokens is None else ask.forget()

@@ -4,8 +4,9 @@ Rules:
 1. A request is asked for once; the scheduler, which asks in every step, is answered from memory. It asks anew only when
    the engine's own hit got shorter than what was leased, or when the lease is about to end.
 2. What is found is given back once: when it was loaded, when the request goes, or when the epoch changes.
-3. Leases of requests that do not run yet hold at most a share of the daemon's memory; beyond it less is asked for, or
-   nothing (`pin_budget`).
+3. Leases of requests that do not run yet hold at most a share of the daemon's memory. A question counts as if all that
+   it asks for were found; what has no room beside such guesses waits for their answers, which come in a moment. What
+   has no room beside answers asks for less, or for nothing (`pin_budget`).
 4. Saved is what was ordered to be saved; each block is ordered once per request.
 
 The clock is an argument.
@@ -18,7 +19,7 @@ from enum import Enum, auto
 from typing import Final
 
 from prefixcache_client import LeaseTicket, Namespace
-from prefixcache_vllm.asking import Ask, Asker, Question
+from prefixcache_vllm.asking import Ask, Asker, Hint, Question
 from prefixcache_vllm.chain import RequestChain
 
 LEASE_MARGIN_S: Final = 2.0
@@ -44,7 +45,8 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Entry:
-    """One request. `saved_blocks`: blocks from 0 that are stored or were ordered to be."""
+    """One request. `saved_blocks`: blocks from 0 that are stored or were ordered to be. `waits_from`: since when the
+    engine is told to ask later; None while it is not."""
 
     request_id: str
     namespace: Namespace
@@ -52,7 +54,8 @@ class Entry:
     phase: Phase = Phase.NEW
     ask: Ask | None = None
     ticket: LeaseTicket | None = None
-    asked_at: float = 0.0
+    hint: Hint | None = None
+    waits_from: float | None = None
     asks: int = 0
     from_token: int = 0
     saved_blocks: int = 0
@@ -81,10 +84,13 @@ class RequestBook:
         self._asker = asker
         self._entries: dict[str, Entry] = {}
         self._pinned: dict[str, int] = {}
+        self._guessed: set[str] = set()
         self.reasons: Counter[str] = Counter()
         """Why nothing was loaded, by reason: one count per request and decision."""
-        self.loaded_tokens = 0
+        self.lookups = 0
+        self.hits = 0
         self.looked_up_tokens = 0
+        self.loaded_tokens = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -106,6 +112,13 @@ class RequestBook:
             entry = self._entries[request_id] = Entry(request_id, namespace, chain)
         return entry
 
+    def waits(self, entry: Entry, now: float) -> bool:
+        """Whether the answer is still on its way, and in time."""
+        if entry.phase is not Phase.ASKED:
+            return False
+        assert entry.ask is not None
+        return entry.ask.answer() is None and self._in_time(entry, now)
+
     def matched(self, entry: Entry, tokens: int, local_tokens: int, now: float) -> int | None:
         """How many tokens beyond `local_tokens` can be loaded of a request of `tokens` tokens; None: ask again later.
 
@@ -120,23 +133,24 @@ class RequestBook:
         if entry.phase is Phase.NEW:
             return self._ask(entry, tokens, local_tokens, now)
         if entry.phase is Phase.ASKED:
+            if self.waits(entry, now):
+                return None
             assert entry.ask is not None
             found = entry.ask.answer()
             if found is None:
-                if now - entry.asked_at < self._limits.ask_timeout_s:
-                    return None
                 return self._nothing(entry, TOO_LATE)
-            entry.ticket, entry.phase = found.ticket, Phase.FOUND
+            entry.ticket, entry.phase, entry.waits_from = found.ticket, Phase.FOUND, None
             if found.ticket is None:
                 return self._nothing(entry, found.reason or "not_cached")
-            self._pinned[entry.request_id] = self._bytes(found.ticket)
+            self._pinned[entry.request_id] = found.ticket.blocks * self._limits.block_bytes
+            self._guessed.discard(entry.request_id)
             entry.saved_blocks = max(entry.saved_blocks, found.ticket.blocks)
         return self._from_memory(entry, tokens, local_tokens, now)
 
     def placed(self, entry: Entry, external_tokens: int) -> LeaseTicket | None:
         """The engine has made room for `external_tokens` tokens from `entry.from_token` on; what to load them with."""
         ticket = entry.ticket
-        self._pinned.pop(entry.request_id, None)
+        self._unpin(entry)
         if entry.phase is Phase.LOADING:
             return None
         if external_tokens <= 0 or ticket is None:
@@ -152,6 +166,7 @@ class RequestBook:
         if entry is None or entry.phase is not Phase.LOADING:
             return
         if tokens:
+            self.hits += 1
             self.loaded_tokens += tokens - entry.from_token
         else:
             entry.failed = True
@@ -176,7 +191,8 @@ class RequestBook:
         entry = self._entries.get(request_id)
         if entry is None:
             return None
-        self._pinned.pop(request_id, None)
+        self._unpin(entry)
+        self._no_hint(entry)
         if entry.phase is Phase.LOADING:
             entry.gone = entry.stale = True  # the workers are still copying
             return entry
@@ -187,7 +203,8 @@ class RequestBook:
         """Nothing found or computed so far may be used or saved any more."""
         for entry in self._entries.values():
             entry.stale = True
-            self._pinned.pop(entry.request_id, None)
+            self._unpin(entry)
+            self._no_hint(entry)
             if entry.phase is not Phase.LOADING:
                 self._give_back(entry, 0)
 
@@ -198,20 +215,26 @@ class RequestBook:
         first = local_tokens // size
         if usable * size <= local_tokens:
             return self._nothing(entry, NOTHING_NEW)
+        if entry.waits_from is None:
+            entry.waits_from = now
         pool = self._asker.pool_bytes
         if pool:
-            room = int(pool * limits.pinned_share) - self.pinned_bytes
-            usable = min(usable, first + max(0, room) // limits.block_bytes)
+            # All from block 0 on: what is in front of a leased block cannot leave either.
+            room = max(0, int(pool * limits.pinned_share) - self.pinned_bytes) // limits.block_bytes
+            if usable > room and self._guessed and self._in_time(entry, now):
+                return None
+            usable = min(usable, room)
         if usable * size <= local_tokens or entry.asks >= ASKS_PER_REQUEST:
             return self._nothing(entry, PIN_BUDGET)
         keys = entry.chain.keys()
+        self._no_hint(entry)
         entry.ask = Ask(Question(entry.namespace, keys, tokens, first * size, usable * size))
         entry.asks += 1
-        entry.asked_at = now
         entry.phase = Phase.ASKED
+        self.lookups += 1
         self.looked_up_tokens += tokens - first * size
-        # Counted as if all were found, until it is known: questions under way must not add up beyond the share.
-        self._pinned[entry.request_id] = (usable - first) * limits.block_bytes
+        self._pinned[entry.request_id] = usable * limits.block_bytes
+        self._guessed.add(entry.request_id)
         self._asker.submit(entry.ask)
         return None
 
@@ -230,14 +253,24 @@ class RequestBook:
         if entry.phase is not Phase.FOUND or entry.ask is not None:
             self.reasons[reason] += 1
         self._give_back(entry, 0)
-        entry.phase = Phase.FOUND
+        entry.phase, entry.waits_from = Phase.FOUND, None
         return 0
 
     def _give_back(self, entry: Entry, used_tokens: int) -> None:
         ask, entry.ask, entry.ticket = entry.ask, None, None
-        self._pinned.pop(entry.request_id, None)
+        self._unpin(entry)
         if ask is not None:
             self._asker.give_back(ask, used_tokens)
 
-    def _bytes(self, ticket: LeaseTicket) -> int:
-        return (ticket.blocks - ticket.from_block) * self._limits.block_bytes
+    def _unpin(self, entry: Entry) -> None:
+        self._pinned.pop(entry.request_id, None)
+        self._guessed.discard(entry.request_id)
+
+    def _in_time(self, entry: Entry, now: float) -> bool:
+        return entry.waits_from is None or now - entry.waits_from < self._limits.ask_timeout_s
+
+    @staticmethod
+    def _no_hint(entry: Entry) -> None:
+        """What was to be prefetched is asked for itself, or not needed."""
+        if entry.hint is not None:
+            entry.hint.wanted, entry.hint = False, None

@@ -15,15 +15,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from prefixcache_client import Client, ClientOptions
 from prefixcache_vllm.announcing import Announcements
 from prefixcache_vllm.asking import DaemonAsker
-from prefixcache_vllm.counting import LOADED, LOOKED_UP, Numbers, difference, scheduler_numbers, worker_numbers
+from prefixcache_vllm.counting import Numbers
 from prefixcache_vllm.events import Confirmations, block_stored, can_announce
 from prefixcache_vllm.identity import CannotShareError, EngineIdentity, engine_identity
 from prefixcache_vllm.options import Options, read_options
 from prefixcache_vllm.orders import StepOrders
 from prefixcache_vllm.packing import Packing, PageShape, UnknownFormError, cpu_packing
+from prefixcache_vllm.ranks import Rank
 from prefixcache_vllm.scheduler import SchedulerSide
-from prefixcache_vllm.stats import PrefixCacheStats, stats_of
-from prefixcache_vllm.worker import Ended, Rank, WorkerSide
+from prefixcache_vllm.stats import PrefixCacheMetrics, PrefixCacheStats, metrics_page, stats_of
+from prefixcache_vllm.worker import Ended, WorkerSide
 
 log = logging.getLogger("prefixcache_vllm")
 
@@ -52,8 +53,8 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
         self._worker: WorkerSide | None = None
         self._asker: DaemonAsker | None = None
         self._ended: Ended | None = None
-        self._told: Numbers = {}
-        self._changes = (0, 0, 0, 0)
+        self._unsaved: StepOrders | None = None
+        self._left_alone = 0
         self._packing: Packing = "plain"
         # Threads that copy or ask wait for the interpreter's lock, and an engine that waits for them never rests.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
@@ -112,6 +113,7 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """See the base class. Old versions call nothing else before a step that gives pages away."""
         super().bind_connector_metadata(connector_metadata)
+        self._unsaved = _orders(connector_metadata)
         self.handle_preemptions(connector_metadata)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -132,13 +134,15 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
 
     def wait_for_save(self) -> None:
         """See the base class."""
-        if self._worker is not None:
-            self._worker.save(_orders(self._get_connector_metadata()))
+        unsaved, self._unsaved = self._unsaved, None
+        if self._worker is not None and unsaved is not None:
+            self._worker.save(unsaved)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """See the base class."""
         if self._worker is None:
             return None, None
+        self.wait_for_save()  # versions up to 0.29 leave it out in a step that computes nothing
         self._ended = self._worker.ended()
         return self._ended.saved, self._ended.arrived
 
@@ -168,6 +172,8 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
         """See the base class."""
         if self._scheduler is not None:
             self._scheduler.arrived(request)
+        else:
+            self._left_alone += 1
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See the base class."""
@@ -228,6 +234,17 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
         """See the base class."""
         return stats_of(data)
 
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PrefixCacheMetrics | None:
+        """See the base class."""
+        return metrics_page(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def shutdown(self) -> None:
         """See the base class."""
         if self._worker is not None:
@@ -238,18 +255,11 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
 
     def _numbers(self) -> Numbers:
         if self._worker is not None:
-            return worker_numbers(self._worker.transfers.take_counts())
-        if self._scheduler is None:
-            return {}
-        book = self._scheduler.book
-        changes = (book.looked_up_tokens, book.loaded_tokens, book.reasons.total(), self._scheduler.skipped.total())
-        if changes == self._changes:
-            return {}
-        self._changes = changes
-        totals = {LOOKED_UP: book.looked_up_tokens, LOADED: book.loaded_tokens}
-        now = scheduler_numbers(totals, book.reasons, self._scheduler.skipped)
-        new, self._told = difference(now, self._told), now
-        return new
+            return self._worker.numbers()
+        if self._scheduler is not None:
+            return self._scheduler.numbers()
+        left_alone, self._left_alone = self._left_alone, 0
+        return {f"left_alone.{self.reason_off}": left_alone} if left_alone else {}
 
 
 def _orders(metadata: Any) -> StepOrders:

@@ -1,33 +1,51 @@
 """Counters of one engine's connector as flat numbers by name, to be added up over ranks and steps.
 
-It must not know vLLM, nor where the numbers are shown.
+Rules: a number is a count since the last look, or, for `LOAD_SECONDS`, the list of what was timed since. A reason
+stands behind a dot (`not_loaded.deadline`). It must not know vLLM, nor where the numbers are shown.
 """
 
-from collections import Counter
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from prefixcache_vllm.transfers import Counts
 
-LOOKED_UP: Final = "looked_up_tokens"
-LOADED: Final = "loaded_tokens"
-Numbers = dict[str, int]
+LOAD_SECONDS: Final = "load_seconds"
+TOTALS: Final[Mapping[str, str]] = {
+    "lookups": "Requests that the daemon was asked for",
+    "hits": "Requests of which something was loaded",
+    "looked_up_tokens": "Tokens that the daemon was asked for",
+    "loaded_tokens": "Tokens loaded from the daemon instead of computed",
+    "loads": "Loads begun, on all ranks",
+    "load_bytes": "Bytes loaded, on all ranks",
+    "saved_blocks": "Blocks stored, on all ranks",
+    "saved_tokens": "Tokens stored",
+    "save_bytes": "Bytes stored, on all ranks",
+}
+REASONED: Final[Mapping[str, str]] = {
+    "not_loaded": "Requests of which nothing was loaded",
+    "left_alone": "Requests that are not cached",
+    "load_failed": "Loads that failed, so that their tokens were computed",
+    "not_saved": "Blocks that were not stored",
+}
+Numbers = dict[str, Any]
+"""Counts are ints, LOAD_SECONDS is a list of floats."""
 
 
-def worker_numbers(counts: Counts) -> Numbers:
-    """What a worker moved since the last look; names without zeros."""
+def worker_numbers(counts: Counts, block_tokens: int) -> Numbers:
+    """What a worker moved since the last look; names without zeros. `block_tokens`: 0 for ranks but the first, so that
+    tokens are counted once."""
     numbers = {
         "loads": counts.loads,
         "load_bytes": counts.load_bytes,
         "saved_blocks": counts.saved_blocks,
+        "saved_tokens": counts.saved_blocks * block_tokens,
         "save_bytes": counts.save_bytes,
+        LOAD_SECONDS: counts.load_seconds,
     }
     return _nonzero(numbers | _named("load_failed", counts.loads_failed) | _named("not_saved", counts.not_saved_blocks))
 
 
-def scheduler_numbers(
-    totals: Mapping[str, int], reasons: Mapping[str, int], skipped: Mapping[str, int]
-) -> Numbers:  # fmt: skip
+def scheduler_numbers(totals: Mapping[str, int], reasons: Mapping[str, int], skipped: Mapping[str, int]) -> Numbers:
     """What the scheduler's side decided, since it began."""
     return _nonzero(dict(totals) | _named("not_loaded", reasons) | _named("left_alone", skipped))
 
@@ -39,7 +57,19 @@ def difference(now: Numbers, before: Numbers) -> Numbers:
 
 def added(one: Numbers, other: Numbers) -> Numbers:
     """Both together."""
-    return dict(Counter(one) + Counter(other))
+    both = dict(one)
+    for name, value in other.items():
+        both[name] = both[name] + value if name in both else value
+    return both
+
+
+def for_a_log_line(numbers: Numbers) -> dict[str, int | float]:
+    """One value by name; of what was timed the longest and the mean."""
+    line = {name: value for name, value in numbers.items() if name != LOAD_SECONDS}
+    if times := numbers.get(LOAD_SECONDS):
+        line["load_seconds_mean"] = round(sum(times) / len(times), 4)
+        line["load_seconds_max"] = round(max(times), 4)
+    return dict(sorted(line.items()))
 
 
 def _named(kind: str, counts: Mapping[str, int]) -> Numbers:

@@ -16,10 +16,12 @@ from typing import Any, Final
 from prefixcache.identity.fingerprint import NamespaceIdentity
 from prefixcache.identity.keys import KEY_BYTES, Extra, root_key
 from prefixcache_client import Namespace
+from prefixcache_client.ids import new_id
 from prefixcache_vllm.announcing import Announcements, StoredBlocks
-from prefixcache_vllm.asking import Asker, Question
+from prefixcache_vllm.asking import Asker, Hint, Question
 from prefixcache_vllm.book import Entry, Limits, Phase, RequestBook
 from prefixcache_vllm.chain import RequestChain
+from prefixcache_vllm.counting import Numbers, difference, scheduler_numbers
 from prefixcache_vllm.identity import CannotShareError, EngineIdentity, in_new_epoch
 from prefixcache_vllm.options import Options
 from prefixcache_vllm.orders import LoadOrder, PageRun, SaveOrder, StepOrders, page_run
@@ -30,6 +32,8 @@ log = logging.getLogger("prefixcache_vllm")
 _IMAGE: Final = "mm"
 _RUNNING: Final = "RUNNING"
 _OVERLAP: Final = 2
+_MAX_ROOTS: Final = 1024
+"""Roots of salts that are remembered: as many tenants as send requests at a time."""
 _NOTHING: Final = StepOrders()
 
 
@@ -49,6 +53,7 @@ class SchedulerSide:
         self._sync = engine.loads_in_step(options)
         self._namespaces: dict[str, Namespace] = {}
         self._identities: dict[bytes, NamespaceIdentity] = {}
+        self._roots: dict[tuple[bytes, str], bytes] = {}
         namespace = self._namespace_of("", self._identity)
         limits = Limits(
             options.block_tokens,
@@ -67,6 +72,8 @@ class SchedulerSide:
         self._running: set[str] = set()
         self._loading: dict[str, tuple[frozenset[int], int]] = {}
         self._steps = 0
+        self._changes = (0, 0, 0, 0)
+        self._told: Numbers = {}
         self._number = 1
         self.announcements: Announcements | None = None
         """What to tell routers; None where nobody listens."""
@@ -79,15 +86,19 @@ class SchedulerSide:
         self._catch_up(entry, request)
         keys = entry.chain.keys()
         if keys:
-            self._asker.hint(Question(entry.namespace, keys, request.num_tokens, 0, request.num_tokens))
+            entry.hint = Hint(Question(entry.namespace, keys, request.num_tokens, 0, request.num_tokens))
+            self._asker.hint(entry.hint)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """See KVConnectorBase_V1.get_num_new_matched_tokens."""
         entry = self._entry(request)
         if entry is None or not self._loads:
             return 0, False
+        now = time.monotonic()
+        if self.book.waits(entry, now):  # asked in every step: nothing else is looked at
+            return None, False
         self._catch_up(entry, request)
-        found = self.book.matched(entry, request.num_tokens, local_tokens, time.monotonic())
+        found = self.book.matched(entry, request.num_tokens, local_tokens, now)
         return found, bool(found) and not self._sync
 
     def placed(self, request: Any, block_ids: tuple[list[int], ...], external_tokens: int) -> None:
@@ -171,6 +182,23 @@ class SchedulerSide:
         if entry is not None and entry.ticket is not None:
             self.book.loaded(request_id, entry.ticket.blocks * self._options.block_tokens if ok else 0)
 
+    def numbers(self) -> Numbers:
+        """What was counted since the last call; called in every step."""
+        book = self.book
+        changes = (book.lookups, book.hits, book.reasons.total(), self.skipped.total())
+        if changes == self._changes:
+            return {}
+        self._changes = changes
+        totals = {
+            "lookups": book.lookups,
+            "hits": book.hits,
+            "looked_up_tokens": book.looked_up_tokens,
+            "loaded_tokens": book.loaded_tokens,
+        }
+        now = scheduler_numbers(totals, book.reasons, self.skipped)
+        new, self._told = difference(now, self._told), now
+        return new
+
     def reset(self) -> None:
         """The weights were changed, or may have been: a new epoch."""
         self.book.new_epoch()
@@ -207,9 +235,16 @@ class SchedulerSide:
 
     def _begin(self, request: Any) -> tuple[Namespace, RequestChain]:
         namespace = self._namespace(request)
-        salt = str(getattr(request, "cache_salt", None) or "").encode()
-        root = root_key(namespace.epoch.fingerprint, tenant_key=self._tenant_key, cache_salt=salt)
-        chain = RequestChain(root, namespace.epoch.fingerprint, self._options.block_tokens, _extras(request))
+        salt = str(getattr(request, "cache_salt", None) or "")
+        fingerprint = namespace.epoch.fingerprint
+        root = self._roots.get((fingerprint, salt))
+        if root is None:
+            # A hundred microseconds each: OpenSSL looks the algorithm up anew.
+            root = root_key(fingerprint, tenant_key=self._tenant_key, cache_salt=salt.encode())
+            if len(self._roots) >= _MAX_ROOTS:
+                self._roots.clear()
+            self._roots[fingerprint, salt] = root
+        chain = RequestChain(root, fingerprint, self._options.block_tokens, _extras(request))
         return namespace, chain
 
     def _namespace(self, request: Any) -> Namespace:
@@ -256,6 +291,7 @@ class SchedulerSide:
             blocks.stop,
             self._pages(table, blocks.start * size, blocks.stop * size),
             self._number,
+            new_id(),
         )
         self._number += 1
         orders.saves.append(order)

@@ -11,6 +11,7 @@ It must not know vLLM or tensors: what is done is a callable.
 
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from prefixcache_client.errors import Failure
 from prefixcache_client.reasons import ALREADY_STORED, INTERNAL, QUEUE_FULL
 
 CALLED_OFF: Final = "called_off"
+MAX_TIMED: Final = 1024
 
 Load = Callable[[], CopyResult]
 Save = Callable[["SaveTask"], StoreResult]
@@ -54,10 +56,14 @@ class SaveTask:
 
 @dataclass(slots=True)
 class Counts:
-    """What was moved, and what was not, by reason. Tokens, blocks and bytes since the last look."""
+    """What was moved, and what was not, by reason. Tokens, blocks and bytes since the last look.
+
+    `load_seconds`: of each load, from its order to its end; at most MAX_TIMED, what is more is not timed.
+    """
 
     loads: int = 0
     load_bytes: int = 0
+    load_seconds: list[float] = field(default_factory=list)
     loads_failed: Counter[str] = field(default_factory=Counter)
     saved_blocks: int = 0
     save_bytes: int = 0
@@ -67,11 +73,13 @@ class Counts:
 class Transfers:
     """See the rules above. `load`, `save`, `let_go`, `ended` and `saving` are called by one thread, the engine's."""
 
-    def __init__(self, save_queue: int, prepare: Callable[[], object]) -> None:
-        """`prepare`: called once by the loading thread before its first load."""
+    def __init__(self, save_queue: int, prepare: Callable[[], object], *, counts_refusals: bool = True) -> None:
+        """`prepare`: called once by the loading thread before its first load. `counts_refusals`: blocks that the daemon
+        does not want are counted here, and not by another rank, which is told the same."""
         self._prepare = prepare
+        self._counts_refusals = counts_refusals
         self._save_queue = save_queue
-        self._loads: queue.SimpleQueue[tuple[str, Load] | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[tuple[str, Load, float] | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[SaveTask | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[tuple[str, CopyResult]] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -88,12 +96,13 @@ class Transfers:
 
     def load(self, request_id: str, load: Load) -> None:
         """Have a load done."""
-        self._loads.put((request_id, load))
+        self._loads.put((request_id, load, time.monotonic()))
 
     def load_now(self, load: Load) -> CopyResult:
         """Do it here and now; it is not reported by `ended`."""
+        began = time.monotonic()
         result = self._do_load(load)
-        self._count_load(result)
+        self._count_load(result, began)
         return result
 
     def ended(self) -> list[tuple[str, CopyResult]]:
@@ -105,16 +114,17 @@ class Transfers:
             except queue.Empty:
                 return found
 
-    def save(self, request_id: str, blocks: int, save: Save, number: int = 0) -> None:
-        """Have a save done, unless too many wait already. `number`: see `take_visible`."""
+    def save(self, request_id: str, blocks: int, save: Save, number: int = 0) -> bool:
+        """Have a save done, unless too many wait already; whether it will be. `number`: see `take_visible`."""
         with self._lock:
             if self._waiting_count >= self._save_queue:
                 self._counts.not_saved_blocks[QUEUE_FULL] += blocks
-                return
+                return False
             task = SaveTask(request_id, blocks, save, number=number)
             self._waiting.setdefault(request_id, []).append(task)
             self._waiting_count += 1
         self._saves.put(task)
+        return True
 
     def saving(self, request_id: str) -> bool:
         """Whether a save of the request has not ended."""
@@ -155,9 +165,9 @@ class Transfers:
     def _load_all(self) -> None:
         self._prepare()
         while (task := self._loads.get()) is not None:
-            request_id, load = task
+            request_id, load, ordered = task
             result = self._do_load(load)
-            self._count_load(result)
+            self._count_load(result, ordered)
             self._ended.put((request_id, result))
 
     def _do_load(self, load: Load) -> CopyResult:
@@ -167,10 +177,13 @@ class Transfers:
             # A mistake of ours; the request is computed, and the log says what happened.
             return CopyResult(ok=False, tokens=0, size_bytes=0, reason=f"{INTERNAL}: {error}")
 
-    def _count_load(self, result: CopyResult) -> None:
+    def _count_load(self, result: CopyResult, began: float) -> None:
+        took = time.monotonic() - began
         with self._lock:
             self._counts.loads += 1
             self._counts.load_bytes += result.size_bytes
+            if len(self._counts.load_seconds) < MAX_TIMED:
+                self._counts.load_seconds.append(took)
             if not result.ok:
                 self._counts.loads_failed[result.reason.split(":")[0]] += 1
 
@@ -186,7 +199,8 @@ class Transfers:
         with self._lock:
             self._counts.saved_blocks += result.stored_blocks
             self._counts.save_bytes += result.size_bytes
-            self._counts.not_saved_blocks.update(result.refused)
+            if self._counts_refusals or result.reason:
+                self._counts.not_saved_blocks.update(result.refused)
             if result.stored_blocks + result.refused.get(ALREADY_STORED, 0) >= task.blocks:
                 self._visible.append(task.number)
             left = self._waiting[task.request_id]

@@ -9,7 +9,7 @@ from prefixcache.identity.layout import GroupKind, LayerGroup, Layout
 from prefixcache.v1 import cache_pb2, common_pb2
 from prefixcache_client.blocks import BlockFormat
 from prefixcache_client.errors import Unreachable
-from prefixcache_client.runs import SlotRun, granted_runs, leased_runs
+from prefixcache_client.runs import SlotRun, foreign_runs, granted_runs, leased_runs
 
 FORM = BlockFormat(
     Layout.of(
@@ -24,6 +24,25 @@ def part_run(part: int, first: int, count: int, *, generations: int | None = Non
     slots = np.arange(count, dtype="<u4").tobytes()
     numbers = np.arange(count if generations is None else generations, dtype="<u8").tobytes()
     return common_pb2.PartRun(part=part, first_block=first, slots=slots, generations=numbers)
+
+
+def test_opaque_keys_are_leased_as_told() -> None:
+    form = BlockFormat(Layout.opaque(4096, 16, "native:a:b"), 16, foreign=True)
+    missing = np.array([1, 1, 0, 0, 1], np.bool_)
+    runs = foreign_runs(form, [part_run(0, 1, 1), part_run(0, 4, 1)], missing, 2)
+    assert [run.blocks.tolist() for run in runs] == [[1], [4]]
+    assert missing.tolist() == [True, False, False, False, False]
+    for told in ([part_run(0, 0, 2)], []):
+        with pytest.raises(Unreachable, match="other blocks"):
+            foreign_runs(form, told, missing, 1)
+    with pytest.raises(Unreachable, match="did not promise"):
+        foreign_runs(form, [part_run(0, 7, 1)], missing, 1)  # beyond what was asked for
+    with pytest.raises(Unreachable, match="did not promise"):
+        foreign_runs(form, [part_run(0, 2, 1)], missing, 1)  # not there
+    with pytest.raises(Unreachable, match="did not promise"):
+        foreign_runs(form, [part_run(0, 4, 1)], missing, 1)  # told before
+    foreign_runs(form, [part_run(0, 0, 1)], missing, 1)
+    assert not missing.any()
 
 
 def test_a_lease_is_whole() -> None:

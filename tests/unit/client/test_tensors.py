@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from prefixcache.identity.layout import GroupKind, LayerGroup, Layout
-from prefixcache_client import Blocks, Layers, Pages
+from prefixcache_client import Blocks, Layers, Pages, Rows
 from prefixcache_client.blocks import BlockFormat
 from prefixcache_client.tensors import Several, as_tensors
 from prefixcache_offload import transfer
@@ -107,6 +107,20 @@ def test_blocks_in_one_array_and_in_many() -> None:
     get(target, data[:3], [0, 2, 4])
     assert np.array_equal(target[[0, 2, 4]], data[:3])
     assert not target[[1, 3]].any()
+
+
+def test_rows_in_any_order() -> None:
+    data = np.random.default_rng(1).integers(0, 256, (7, FORM.parts[0].bytes), dtype=np.uint8)
+    for rows in ([5, 0, 3, 6, 1], [6, 5, 4, 3, 2], [2, 2, 0, 1, 6], [1, 2, 3, 4, 5]):
+        assert np.array_equal(put(Rows(data, rows), [0, 1, 2, 4]), data[rows][[0, 1, 2, 4]])
+        if len(set(rows)) == len(rows):
+            target = np.zeros_like(data)
+            get(Rows(target, rows), data[:3], [0, 2, 4])
+            assert np.array_equal(target[[rows[0], rows[2], rows[4]]], data[:3])
+            assert np.count_nonzero(target.any(axis=1)) == 3
+    with pytest.raises(ValueError, match="rows must be from 0 to 6"):
+        put(Rows(data, [0, 7]), [0, 1])
+    assert Rows(data, [0, 7]).covers(FORM, 1) == range(0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

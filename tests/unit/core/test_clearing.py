@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefixcache.core.commands import Cleared, Published
+from prefixcache.core.commands import Change, Cleared, Published
 from prefixcache.core.events import ClearRequested, PartFailedVerification
 from prefixcache.core.reasons import Kind, Refusal
 from tests.unit.core.harness import ONE_PART, Harness, chain
@@ -93,6 +93,16 @@ def test_bad_arguments() -> None:
 def test_cleared_is_announced() -> None:
     h = Harness(publish=True)
     h.store("ab")
+    h.store("ac")
     h.send(ClearRequested(1, chain("a")))
     told = [command for command in h.all if isinstance(command, Published)]
-    assert [(each.keys, each.parent) for each in told] == [(chain("a"), b"")]
+    assert {(each.change, each.keys, each.parent) for each in told} == {
+        (Change.REMOVED, chain("a"), b""),
+        (Change.REMOVED, chain("ab")[32:], chain("a")),
+        (Change.REMOVED, chain("ac")[32:], chain("a")),
+    }
+    assert told[-1].keys == chain("a")  # a prefix loses its tail first
+    h.store("ab")
+    h.send(ClearRequested(1))
+    told = [command for command in h.all if isinstance(command, Published)]
+    assert [(each.change, each.keys) for each in told] == [(Change.CLEARED, b"")]

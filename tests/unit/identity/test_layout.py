@@ -51,6 +51,17 @@ def test_mla_is_one_head_without_values() -> None:
     assert layout.block_bytes(64) == 27 * 64 * 576 * 2
 
 
+def test_opaque_blocks_have_the_bytes_they_have() -> None:
+    for size in (64, 100, 12298, 1 << 20):
+        layout = Layout.opaque(size, 64, "native:sglang:page-first")
+        assert layout.block_bytes(64) == size
+        assert len(layout.parts(64)) == 1
+    with pytest.raises(LayoutError, match="name the engine"):
+        Layout.opaque(4096, 64, "canonical")
+    with pytest.raises(LayoutError):
+        Layout.opaque(63, 64, "native:a:b")
+
+
 def test_scales_are_counted_per_head_and_layer() -> None:
     layout = Layout.of(LayerGroup(GroupKind.FULL, (0, 1), 4, 128, 128, "int8", scale_bytes=32))
     assert layout.block_bytes(16) == 4 * 2 * (16 * 256 + 32)

@@ -11,7 +11,7 @@ from prefixcache.identity.keys import KEY_BYTES
 from prefixcache.identity.layout import GroupKind, LayerGroup, Layout
 from prefixcache_client import LeaseTicket, Namespace
 from prefixcache_client.runs import SlotRun
-from prefixcache_vllm.asking import Ask, Found, Question
+from prefixcache_vllm.asking import Ask, Found, Hint
 from prefixcache_vllm.identity import EngineIdentity, GroupPages
 
 SIZE = 64
@@ -44,7 +44,7 @@ class FakeAsker:
     pool_bytes: int = 0
     asked: list[Ask] = field(default_factory=list)
     given_back: list[tuple[Ask, int]] = field(default_factory=list)
-    hints: list[Question] = field(default_factory=list)
+    hints: list[Hint] = field(default_factory=list)
 
     def submit(self, ask: Ask) -> None:
         self.asked.append(ask)
@@ -52,8 +52,8 @@ class FakeAsker:
     def give_back(self, ask: Ask, used_tokens: int) -> None:
         self.given_back.append((ask, used_tokens))
 
-    def hint(self, question: Question) -> None:
-        self.hints.append(question)
+    def hint(self, hint: Hint) -> None:
+        self.hints.append(hint)
 
     def tell(self, blocks: int, *, ends_at: float = 1e9, ask: Ask | None = None) -> None:
         """The last question's answer: so many blocks from 0, or nothing."""

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from prometheus_client import Counter, Histogram
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 _OURS = ("connector", "events", "stats")
@@ -18,6 +19,8 @@ def install(monkeypatch: pytest.MonkeyPatch, *, new: bool) -> None:
     modules = {name: ModuleType(name) for name in _parents(_V1)}
     modules[f"{_V1}.base"] = _base(new=new)
     modules[f"{_V1}.metrics"] = _module(f"{_V1}.metrics", KVConnectorStats=_Stats)
+    if new:
+        modules[f"{_V1}.metrics"].KVConnectorPromMetrics = _Page  # type: ignore[attr-defined] # a module
     events = _module("vllm.distributed.kv_events", BlockStored=_BlockStored)
     if new:
         events.KVConnectorKVEvents = type("KVConnectorKVEvents", (), {})  # type: ignore[attr-defined] # a module
@@ -35,6 +38,12 @@ def install(monkeypatch: pytest.MonkeyPatch, *, new: bool) -> None:
 @dataclass
 class _Stats:
     data: dict[str, Any] = field(default_factory=dict)
+
+
+class _Page:
+    def __init__(self, vllm_config: Any, metric_types: Any, labels: list[str], engines: Any) -> None:
+        self._counter_cls = metric_types[Counter]
+        self._histogram_cls = metric_types[Histogram]
 
 
 class _BlockStored:

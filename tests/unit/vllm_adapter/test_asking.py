@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from prefixcache_client import Blocks, Client, ClientOptions
-from prefixcache_vllm.asking import Ask, DaemonAsker, Question
+from prefixcache_vllm.asking import Ask, DaemonAsker, Hint, Question
 from tests.e2e.processes import DaemonProcess, wait_until
 from tests.unit.vllm_adapter.fakes import NAMESPACE, SIZE
 
@@ -82,8 +82,8 @@ def test_a_lease_nobody_waits_for_is_released(asker: DaemonAsker, client: Client
 
 
 def test_hints_stop_where_there_is_no_slower_tier(asker: DaemonAsker) -> None:
-    asker.hint(question(bytes(64)))
-    asker.hint(question())
+    asker.hint(Hint(question(bytes(64))))
+    asker.hint(Hint(question()))
     after = Ask(question())
     asker.submit(after)
     assert answered(after)

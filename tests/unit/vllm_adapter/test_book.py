@@ -108,11 +108,51 @@ def test_waiting_requests_hold_a_quarter_at_most(asker: FakeAsker) -> None:
     book.matched(first, 640, 0, 0.0)
     book.matched(second, 640, 0, 0.0)
     assert asker.asked[1].question.max_tokens == 3 * SIZE
+    asker.tell(3)
+    assert book.matched(second, 640, 0, 0.0) == 3 * SIZE
     assert book.matched(third, 640, 0, 0.0) == 0
     assert book.reasons == {PIN_BUDGET: 1}
     assert book.pinned_bytes == 8 * BLOCK_BYTES
     assert book.placed(first, 320) is not None
     assert book.pinned_bytes == 3 * BLOCK_BYTES
+
+
+def test_what_has_no_room_beside_guesses_waits_for_their_answers(asker: FakeAsker) -> None:
+    asker.pool_bytes = 4 * 10 * BLOCK_BYTES
+    book = book_of(asker)
+    first, second = entry_of(book, "a"), entry_of(book, "b")
+    assert book.matched(first, 640, 0, 0.0) is None
+    assert book.matched(second, 640, 0, 0.1) is None
+    assert len(asker.asked) == 1, "all ten blocks could be the first one's"
+    asker.tell(0)
+    assert book.matched(first, 640, 0, 0.2) == 0
+    assert book.matched(second, 640, 0, 0.2) is None
+    assert asker.asked[1].question.max_tokens == 640
+    # Both waits together may take as long as one: then it is computed.
+    assert book.matched(second, 640, 0, 1.05) is None
+    assert book.matched(second, 640, 0, 1.15) == 0
+    assert book.reasons == {"not_stored": 1, TOO_LATE: 1}
+
+
+def test_guesses_that_are_never_answered_do_not_hold_up_others(asker: FakeAsker) -> None:
+    asker.pool_bytes = 4 * 10 * BLOCK_BYTES
+    book = book_of(asker)
+    first, second = entry_of(book, "a"), entry_of(book, "b")
+    assert book.matched(first, 640, 0, 0.0) is None
+    assert book.matched(second, 640, 0, 0.0) is None
+    assert book.matched(second, 640, 0, 1.1) == 0
+    assert book.reasons == {PIN_BUDGET: 1}
+
+
+def test_what_the_engine_has_itself_is_pinned_too(asker: FakeAsker) -> None:
+    asker.pool_bytes = 4 * 8 * BLOCK_BYTES
+    book = book_of(asker)
+    entry = entry_of(book)
+    book.matched(entry, 640, 6 * SIZE, 0.0)
+    assert (asker.asked[0].question.from_token, asker.asked[0].question.max_tokens) == (6 * SIZE, 8 * SIZE)
+    asker.tell(8)
+    assert book.matched(entry, 640, 6 * SIZE, 0.0) == 2 * SIZE
+    assert book.pinned_bytes == 8 * BLOCK_BYTES
 
 
 def test_a_load_gives_its_lease_back_when_it_is_over(asker: FakeAsker) -> None:

@@ -85,7 +85,8 @@ class Engine:
         meta = self.scheduler.build_connector_meta(step(scheduled, tables, **more))
         self.worker.bind_connector_metadata(meta)
         self.worker.start_load_kv(None)
-        self.worker.wait_for_save()
+        if self.new or scheduled:
+            self.worker.wait_for_save()
         output = SimpleNamespace()
         if self.new:
             results = self.worker.get_transfer_results(set())

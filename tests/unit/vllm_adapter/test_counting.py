@@ -7,9 +7,19 @@ from prefixcache_vllm.transfers import Counts
 
 
 def test_numbers() -> None:
-    worker = worker_numbers(Counts(loads=2, load_bytes=10, loads_failed=Counter(lease_lost=1)))
-    assert worker == {"loads": 2, "load_bytes": 10, "load_failed.lease_lost": 1}
+    counts = Counts(
+        loads=2, load_bytes=10, load_seconds=[0.5, 0.25], loads_failed=Counter(lease_lost=1), saved_blocks=3
+    )  # fmt: skip
+    worker = worker_numbers(counts, 64)
+    assert worker == {
+        "loads": 2, "load_bytes": 10, "load_seconds": [0.5, 0.25], "load_failed.lease_lost": 1, "saved_blocks": 3,
+        "saved_tokens": 192,
+    }  # fmt: skip
     first = scheduler_numbers({"loaded_tokens": 64}, {"not_stored": 1}, {})
     second = scheduler_numbers({"loaded_tokens": 128}, {"not_stored": 1}, {"pooling": 2})
     assert difference(second, first) == {"loaded_tokens": 64, "left_alone.pooling": 2}
-    assert added(worker, {"loads": 1}) == worker | {"loads": 3}
+    assert added(worker, {"loads": 1, "hits": 1}) == worker | {"loads": 3, "hits": 1}
+
+
+def test_tokens_are_counted_by_one_rank() -> None:
+    assert worker_numbers(Counts(saved_blocks=3), 0) == {"saved_blocks": 3}

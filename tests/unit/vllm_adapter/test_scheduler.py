@@ -205,10 +205,44 @@ def test_an_arrival_is_hinted_at_without_a_lease(asker: FakeAsker) -> None:
     side, each = side_of(asker), request()
     side.arrived(each)
     side.arrived(request("short", 10))
-    assert [blocks_of(hint.keys) for hint in asker.hints] == [3]
+    assert [blocks_of(hint.question.keys) for hint in asker.hints] == [3]
     assert not asker.asked
+    assert side.book.pinned_bytes == 0
+    assert asker.hints[0].wanted
     side.matched(each, 0)
-    assert asker.asked[0].question.keys == asker.hints[0].keys
+    assert asker.asked[0].question.keys == asker.hints[0].question.keys
+    assert not asker.hints[0].wanted, "asked for itself by now"
+
+
+def test_a_request_that_goes_is_not_prefetched(asker: FakeAsker) -> None:
+    side, each = side_of(asker), request()
+    side.arrived(each)
+    side.finished(each, ([],))
+    assert not asker.hints[0].wanted
+
+
+def test_a_step_that_asks_again_looks_at_nothing_else(asker: FakeAsker) -> None:
+    side, each = side_of(asker), request()
+    side.matched(each, 0)
+    side._catch_up = None  # type: ignore[assignment, method-assign] # may not be called
+    assert side.matched(each, 0) == (None, False)
+
+
+def test_a_root_is_made_once_for_each_salt(asker: FakeAsker, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = side_of(asker)
+    made: list[bytes] = []
+
+    def counted(fingerprint: bytes, *, tenant_key: bytes | None, cache_salt: bytes) -> bytes:
+        made.append(cache_salt)
+        return root_key(fingerprint, tenant_key=tenant_key, cache_salt=cache_salt)
+
+    monkeypatch.setattr("prefixcache_vllm.scheduler.root_key", counted)
+    for number in range(1100):
+        each = request(str(number))
+        each.cache_salt = "one" if number % 2 else f"{number} of many"
+        side.matched(each, 0)
+    assert 1 <= made.count(b"one") <= 2
+    assert len(side._roots) <= 1024
 
 
 def test_loads_inside_the_step(asker: FakeAsker) -> None:

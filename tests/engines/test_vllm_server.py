@@ -34,14 +34,14 @@ def test_server(checkpoints: Checkpoints, tmp_path: Path) -> None:
             assert hits == server.metric(HITS) / 640
             assert server.metric(f"{OURS}load_seconds_count") == server.metric(f"{OURS}loads_total") == hits
             assert server.metric(f"{OURS}load_bytes_total") > 0
-            assert server.metric(f"{OURS}not_loaded_total", reason="not_stored") == 0
+            assert server.metric(f"{OURS}not_loaded_total", reason="not_cached") == 0
             no_cache_s = 0.0
             for salt in ("nobody else's", "nor this", "nor that"):
                 began = time.monotonic()
                 assert server.complete(LONG, cache_salt=salt) == cold
                 no_cache_s = max(no_cache_s, time.monotonic() - began)
             assert wait_until(lambda: server.metric(f"{OURS}not_loaded_total") >= 3)
-            assert server.metric(f"{OURS}not_loaded_total", reason="not_stored") > 0
+            assert server.metric(f"{OURS}not_loaded_total", reason="not_cached") > 0
             daemon.kill()
             for _ in range(3):
                 began = time.monotonic()

@@ -76,10 +76,19 @@ class Engine:
 
     def call(self, name: str, /, **arguments: Any) -> Any:
         """The answer of a function of `scenarios.py`, or "module:function" of another such module."""
+        self.tell(name, **arguments)
+        return self._answer(ANSWER_S)
+
+    def tell(self, name: str, /, **arguments: Any) -> None:
+        """As `call`, where no answer is to be expected: the engine may die of it."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([name, arguments]).encode() + b"\n")
         self._process.stdin.flush()
-        return self._answer(ANSWER_S)
+
+    def kill(self) -> None:
+        """SIGKILL; workers in processes of their own see that their engine is gone."""
+        self._process.kill()
+        self._process.wait()
 
     def close(self) -> None:
         """End the process; a second call does nothing."""

@@ -92,15 +92,11 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
         if len(engine.groups) > 1 and _RESULTS is None:
             raise CannotShareError(_CANNOT_REPORT, "this vLLM cannot be told that a load of several groups failed")
         if str(vllm_config.device_config.device_type) == "cpu":
-            group = engine.identity.layout.groups[0]
-            if group.v_dim:
-                shape = PageShape(1, engine.groups[0].page_tokens, group.k_dim, group.v_dim)
-                try:
-                    self._packing = cpu_packing(
-                        vllm_config.model_config.dtype, shape, str(vllm_config.cache_config.cache_dtype)
-                    )
-                except UnknownFormError as error:
-                    raise CannotShareError(error.reason, str(error)) from error
+            dtype, kept_as = vllm_config.model_config.dtype, str(vllm_config.cache_config.cache_dtype)
+            try:
+                self._packing = cpu_packing(dtype, _page_shapes(engine), kept_as, options.block_tokens)
+            except UnknownFormError as error:
+                raise CannotShareError(error.reason, str(error)) from error
         return engine
 
     # The worker's side.
@@ -265,6 +261,16 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
 def _orders(metadata: Any) -> StepOrders:
     assert isinstance(metadata, PrefixCacheMetadata)
     return metadata.orders
+
+
+def _page_shapes(engine: EngineIdentity) -> set[PageShape]:
+    """What pages of one head hold, in every KV cache group."""
+    groups = {layer: group for group in engine.identity.layout.groups for layer in group.layers}
+    return {
+        PageShape(1, pages.page_tokens, groups[layer].k_dim, groups[layer].v_dim)
+        for pages in engine.groups
+        for layer in pages.layers.values()
+    }
 
 
 def _rank() -> int:

@@ -10,6 +10,7 @@ Axes as in prefixcache_offload.engine: b page, t token, h KV head, d value, c co
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -115,11 +116,22 @@ def _unpacked(pages: torch.Tensor, packing: Packing, holds: Literal["k", "v"]) -
     return view, axes, holds
 
 
-def cpu_packing(dtype: torch.dtype, shape: PageShape, cache_dtype: str) -> Packing:
-    """How vLLM on this CPU keeps a page, by trying. Raises UnknownFormError where it is none of the known ways.
+def cpu_packing(dtype: torch.dtype, shapes: Iterable[PageShape], cache_dtype: str, block_tokens: int) -> Packing:
+    """How vLLM on this CPU keeps pages, by trying; MLA's are never packed.
 
-    `dtype`: what the model computes in; `cache_dtype`: vLLM's setting, such as "auto" or "fp8".
+    `dtype`: what the model computes in; `cache_dtype`: vLLM's setting, such as "auto" or "fp8". Raises UnknownFormError
+    where it is none of the known ways, or not one for all shapes, or one that blocks of so many tokens cut through.
     """
+    found = {_packing_of(dtype, shape, cache_dtype) for shape in shapes if shape.v_dim}
+    if len(found) > 1:
+        raise UnknownFormError("cpu_packing", f"layers are packed in several ways: {', '.join(sorted(found))}")
+    if "amx" in found and block_tokens % _TILE:
+        text = f"blocks of {block_tokens} tokens cut through tiles of {_TILE}; take a multiple for block_tokens"
+        raise UnknownFormError("cpu_packing", text)
+    return found.pop() if found else "plain"
+
+
+def _packing_of(dtype: torch.dtype, shape: PageShape, cache_dtype: str) -> Packing:
     quantised = cache_dtype.startswith("fp8")
     stored = {"fp8_e5m2": torch.float8_e5m2}.get(cache_dtype, torch.float8_e4m3fn) if quantised else dtype
     generator = torch.Generator().manual_seed(1)

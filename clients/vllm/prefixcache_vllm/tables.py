@@ -1,7 +1,8 @@
 """Which blocks hold a scheduled request's tokens, by KV cache group, whatever this version of vLLM tells.
 
-Newer versions answer for any request of the step (`kv_connector_block_state`); before, a connector put the table
-together from what each step added. It must not know what the pages are used for.
+Newer versions answer for any request of the step (`kv_connector_block_state.get_block_ids`); before, a connector put
+the table together from what each step added (0.29 has that state too, but only for requests that got blocks). It must
+not know what the pages are used for.
 """
 
 from typing import Any
@@ -18,7 +19,8 @@ class BlockTables:
 
     def step(self, scheduler_output: Any) -> None:
         """A step was scheduled."""
-        self._state = getattr(scheduler_output, "kv_connector_block_state", None)
+        state = getattr(scheduler_output, "kv_connector_block_state", None)
+        self._state = state if hasattr(state, "get_block_ids") else None
         if self._state is not None:
             return
         for request in scheduler_output.scheduled_new_reqs:

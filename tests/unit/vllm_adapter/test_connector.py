@@ -181,3 +181,43 @@ def test_a_preempted_request_is_let_go_before_the_step(engine: Engine) -> None:
     request.status = SimpleNamespace(name="PREEMPTED")
     engine.step({}, {})
     assert set(let_go) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [("pipeline_parallel_size", "pipeline_parallel"), ("decode_context_parallel_size", "decode_context_parallel")],
+)
+def test_an_engine_that_cannot_share_computes_and_says_why(
+    tmp_path: Path, new: bool, caplog: pytest.LogCaptureFixture, setting: str, reason: str
+) -> None:
+    from prefixcache_vllm import PrefixCacheConnector
+
+    save_file({"model.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    config = config_of(tmp_path)
+    setattr(config.parallel_config, setting, 2)
+    config.device_config = SimpleNamespace(device_type="cuda")
+    config.kv_transfer_config = SimpleNamespace(
+        kv_connector_extra_config={}, is_kv_consumer=True, is_kv_producer=True, kv_load_failure_policy="fail"
+    )
+    roles = sys.modules["vllm.distributed.kv_transfer.kv_connector.v1.base"].KVConnectorRole
+    worker = PrefixCacheConnector(config, roles.WORKER, kv_config())
+    scheduler = PrefixCacheConnector(config, roles.SCHEDULER, kv_config())
+    worker.register_kv_caches({})
+    for name in "ab":
+        request = FakeRequest(name, list(range(1, 201)))
+        scheduler.on_new_request(request)
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1],)), 0)
+    meta = scheduler.build_connector_meta(step({"a": 200}, {"a": ([1],)}))
+    worker.bind_connector_metadata(meta)
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    assert worker.get_finished(set()) == (None, None)
+    assert scheduler.request_finished_all_groups(FakeRequest("a", [1]), ([1],)) == (False, None)
+    numbers = scheduler.get_kv_connector_stats()
+    assert numbers is not None
+    assert numbers.data == {f"left_alone.{reason}": 2}
+    assert scheduler.get_kv_connector_stats() is None
+    assert reason in caplog.text
+    worker.shutdown()
+    scheduler.shutdown()

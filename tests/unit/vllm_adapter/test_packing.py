@@ -85,7 +85,7 @@ def test_a_packing_is_found_by_trying(
     monkeypatch: pytest.MonkeyPatch, cache_dtype: str, k_place: Place, v_place: Place, expected: str
 ) -> None:
     monkeypatch.setattr(packing, "_write_page", writes(k_place, v_place))
-    assert packing.cpu_packing(torch.bfloat16, SHAPE, cache_dtype) == expected
+    assert packing.cpu_packing(torch.bfloat16, [SHAPE], cache_dtype, 64) == expected
 
 
 @pytest.mark.parametrize(("k_place", "v_place"), [(NEON, NEON), (AMX_K, BY_TOKEN), (AMX_V, AMX_K)])
@@ -94,8 +94,36 @@ def test_a_packing_that_is_not_known_is_not_guessed(
 ) -> None:
     monkeypatch.setattr(packing, "_write_page", writes(k_place, v_place))
     with pytest.raises(UnknownFormError) as error:
-        packing.cpu_packing(torch.bfloat16, SHAPE, "auto")
+        packing.cpu_packing(torch.bfloat16, [SHAPE], "auto", 64)
     assert error.value.reason == "cpu_packing"
+
+
+def test_layers_that_are_packed_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM packs by head size and page size, too."""
+
+    def write(page: torch.Tensor, *rest: object) -> None:
+        wide = page.shape[3] == 2 * SHAPE.k_dim
+        (writes(AMX_K, AMX_V) if wide else writes(BY_VALUE, BY_TOKEN))(page, *rest)
+
+    monkeypatch.setattr(packing, "_write_page", write)
+    other = PageShape(1, 32, 80, 80)
+    assert packing.cpu_packing(torch.bfloat16, [SHAPE, PageShape(1, 16, 576, 0)], "auto", 64) == "amx"
+    assert packing.cpu_packing(torch.bfloat16, [other], "auto", 64) == "k_transposed"
+    with pytest.raises(UnknownFormError, match="several ways: amx, k_transposed"):
+        packing.cpu_packing(torch.bfloat16, [SHAPE, other], "auto", 64)
+
+
+def test_blocks_that_cut_through_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_write_page", writes(AMX_K, AMX_V))
+    with pytest.raises(UnknownFormError, match="multiple"):
+        packing.cpu_packing(torch.bfloat16, [SHAPE], "auto", 40)
+    monkeypatch.setattr(packing, "_write_page", writes(BY_VALUE, BY_TOKEN))
+    assert packing.cpu_packing(torch.bfloat16, [SHAPE], "auto", 40) == "k_transposed"
+
+
+def test_mla_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_write_page", None)
+    assert packing.cpu_packing(torch.bfloat16, [PageShape(1, 16, 576, 0)], "auto", 64) == "plain"
 
 
 @pytest.mark.parametrize(("tokens", "dim"), [(24, 64), (32, 40)])

@@ -19,6 +19,17 @@ def test_new_versions_are_asked() -> None:
     assert tables.get("other") is None
 
 
+def test_a_state_that_tells_only_of_new_blocks_is_not_asked() -> None:
+    tables = BlockTables()
+    first = old_step({"r": ([1, 2],)}, {}, {"resumed_req_ids": set()})
+    first.kv_connector_block_state = SimpleNamespace(block_ids={"r": ([1, 2],)})
+    tables.step(first)
+    then = old_step({}, {"r": None}, {"resumed_req_ids": set()})
+    then.kv_connector_block_state = SimpleNamespace(block_ids={})
+    tables.step(then)
+    assert tables.get("r") == ([1, 2],)
+
+
 def test_old_versions_tell_what_is_new() -> None:
     tables = BlockTables()
     tables.step(old_step({"r": ([1, 2],)}, {}, {"resumed_req_ids": set()}))

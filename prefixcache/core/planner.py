@@ -16,6 +16,7 @@ from prefixcache.core.chores import Chores
 from prefixcache.core.clearing import Clearing
 from prefixcache.core.commands import Command
 from prefixcache.core.demoting import Demoter
+from prefixcache.core.disk import UNKNOWN_ROOM
 from prefixcache.core.events import WriteEnd
 from prefixcache.core.eviction import Evictor
 from prefixcache.core.filling import Filling
@@ -170,6 +171,8 @@ class Planner:
             events.SegmentFreed: lambda event, now, out: freer.done(event, out),
             events.DiskRecovered: lambda event, now, out: recoverer.found(event, out),
             events.RecoveryDone: lambda event, now, out: recoverer.finish(event, out),
+            events.SegmentLost: lambda event, now, out: freer.lost(event),
+            events.DiskForgotten: lambda event, now, out: self._disk_forgotten(),
             events.DiskChanged: lambda event, now, out: self._disk_changed(event, out),
             events.FlushStarted: lambda event, now, out: demoter.flush(out),
             events.WorkResumed: lambda event, now, out: chores.resume(now, out),
@@ -194,6 +197,13 @@ class Planner:
             self.chores.note()
         else:
             self.chores.note_failed()
+
+    def _disk_forgotten(self) -> None:
+        assert self.freer is not None
+        assert self.recoverer is not None
+        self.freer.lose_all()
+        self.recoverer.begin_anew()
+        self.state.disk.room_bytes = UNKNOWN_ROOM
 
     def _disk_changed(self, event: events.DiskChanged, out: list[Command]) -> None:
         disk = self.state.disk

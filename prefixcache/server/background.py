@@ -32,7 +32,7 @@ class Background:
         self._wake: Callable[[], None] | None = None
         self._driver = 0  # the driving thread
         self._is_woken = False
-        self._turn = threading.Lock()  # of whoever works without a driver
+        self._is_working = False  # without a driver
 
     @property
     def backlog(self) -> int:
@@ -59,18 +59,26 @@ class Background:
         if self._wake is None or threading.get_ident() != self._driver:
             self._begin()
 
+    def call(self, event: e.Event) -> None:
+        """Handle `event` now, behind all that was posted before it."""
+        with self._owner.lock:
+            while self.backlog:
+                self.step()
+            self._owner.call(event)
+
     def step(self) -> bool:
         """Handle one event, or let the planner go on; whether more may wait. Raises what the planner does."""
         self._is_woken = False  # before looking: who posts behind the look wakes again
-        if self._urgent:
-            self._handle(self._urgent.popleft())
-        elif self._posted:
-            self._handle(self._posted.popleft())
-        elif self._has_more:
-            self._has_more = False
-            self._handle(e.WorkResumed())
-        else:
+        if not (self._urgent or self._posted or self._has_more):
             return False
+        with self._owner.lock:  # so that nothing that is taken later is handled before
+            if self._urgent:
+                self._handle(self._urgent.popleft())
+            elif self._posted:
+                self._handle(self._posted.popleft())
+            elif self._has_more:
+                self._has_more = False
+                self._handle(e.WorkResumed())
         return True
 
     def _begin(self) -> None:
@@ -82,13 +90,14 @@ class Background:
             wake()
 
     def _work_off(self) -> None:
-        """All there is, by one thread at a time: another one's is done by the one that is at it."""
-        while (self.backlog or self._has_more) and self._turn.acquire(blocking=False):
-            try:
-                while self.step():
-                    pass
-            finally:
-                self._turn.release()
+        with self._owner.lock:
+            if not self._is_working:  # else one further up this thread's calls goes on
+                self._is_working = True
+                try:
+                    while self.step():
+                        pass
+                finally:
+                    self._is_working = False
 
     def _handle(self, event: e.Event) -> None:
         if self._owner.failure:

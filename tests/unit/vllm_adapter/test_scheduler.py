@@ -69,6 +69,16 @@ def test_chunks_and_generated_tokens_follow(asker: FakeAsker) -> None:
     assert (order.first_block, order.end_block, blocks_of(order.keys)) == (3, 4, 4)
 
 
+def test_a_step_that_completes_no_block_asks_for_no_table(asker: FakeAsker) -> None:
+    for options in ({}, {"prompt_only": True}):
+        side, each = side_of(asker, **options), request()
+        table = list(range(10, 20))
+        admit(side, asker, each, table)
+        assert side.step(step({"r": 200}, {"r": (table,)})).saves
+        each.num_computed_tokens, each.output = 200, [9] * (55 if not options else 500)
+        assert not side.step(step({"r": 1 if not options else 300}, {})).saves, "an empty table would be an error"
+
+
 def test_drafts_are_not_saved(asker: FakeAsker) -> None:
     side, each = side_of(asker), request(tokens=191)
     admit(side, asker, each, [1] * 10)
@@ -199,6 +209,23 @@ def test_salt_images_and_epochs_change_the_keys(asker: FakeAsker) -> None:
     keys.add(asker.asked[-1].question.keys)
     assert len(keys) == 4
     assert side.book.get("a") is not None
+
+
+def test_a_request_whose_every_token_must_be_computed_is_not_looked_up(asker: FakeAsker) -> None:
+    side, each = side_of(asker), request()
+    each.skip_reading_prefix_cache = True
+    side.arrived(each)
+    assert side.matched(each, 0) == (0, False)
+    side.placed(each, ([],), 0)
+    assert not asker.asked
+    assert not asker.hints
+    assert side.step(step({"r": 200}, {"r": (list(range(10, 17)),)})).saves, "what it computes is stored"
+
+
+def test_what_a_draft_model_lacks_is_counted(asker: FakeAsker) -> None:
+    side = SchedulerSide(dataclasses.replace(engine(), draft_layers=2), Options(), asker)
+    admit(side, asker, request(), list(range(10, 17)), found=2)
+    assert side.book.reasons == {"draft_model": 1}
 
 
 def test_an_arrival_is_hinted_at_without_a_lease(asker: FakeAsker) -> None:

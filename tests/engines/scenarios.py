@@ -14,10 +14,11 @@ def generate(
     prompts: list[list[int]],
     max_tokens: int,
     sampling: dict[str, Any] | None = None,
-    lora: str | None = None,
+    lora: dict[str, Any] | None = None,
     **fields: Any,
 ) -> list[dict[str, Any]]:
-    """Greedy outputs of all prompts at once; `fields`: of each prompt. `lora`: an adapter's folder."""
+    """Greedy outputs of all prompts at once; `fields`: of each prompt. `lora`: of the LoRARequest,
+    `lora_path` at least."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -25,8 +26,11 @@ def generate(
         temperature=0, max_tokens=max_tokens, logprobs=1, ignore_eos=True, detokenize=False, **(sampling or {})
     )
     asked = [{"prompt_token_ids": prompt, **fields} for prompt in prompts]
-    # Numbered by the path: vLLM keeps an adapter under its number.
-    adapter = LoRARequest(lora, zlib.crc32(lora.encode()) % 1000 + 1, lora) if lora else None
+    adapter = None
+    if lora is not None:
+        # Numbered by the path: vLLM keeps an adapter under its number.
+        number = zlib.crc32(lora["lora_path"].encode()) % 1000 + 1
+        adapter = LoRARequest(lora_name=lora["lora_path"], lora_int_id=number, **lora)
     return [_output(each) for each in llm.generate(asked, parameters, use_tqdm=False, lora_request=adapter)]
 
 

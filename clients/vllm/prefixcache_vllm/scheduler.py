@@ -252,7 +252,8 @@ class SchedulerSide:
             return self._namespaces[""]
         name = f"{lora.lora_int_id} {lora.lora_name} {lora.lora_path}"
         known = self._namespaces.get(name)
-        if known is None:
+        # `load_inplace`: the worker reads the files again for this request, whatever it has under that name.
+        if known is None or getattr(lora, "load_inplace", False):
             identity = self._engine.with_lora(str(lora.lora_path), self._identity)
             known = self._namespace_of(name, identity)
         return known

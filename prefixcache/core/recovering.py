@@ -113,18 +113,10 @@ class Recoverer:
 
     def _graft(self, space: Namespace, told: Told, chain: list[Run]) -> bool:
         """False: what stood in front is not there any more."""
-        path = self._front(space, told, chain[0].parent)
         run = chain[0] if len(chain) == 1 else Run.joined(chain)
-        if space.foreign is not None and (known := space.foreign.by_key.get(run.keys[0])) is not None:
-            # Found by its key, wherever it hangs by now.
-            at = Path([known], known.end)
-            rows = self._mark_known(space, at, 0, run) if known.state == VISIBLE else _NOWHERE
-        elif path is None:
+        rows = self._bring(space, told, run)
+        if rows is None:
             return False
-        elif _next_key(space, path, run.keys[0]):
-            rows = self._add_behind_known(space, path, run)
-        else:
-            rows = self._add(space, path, run)
         placed = np.full(len(run.keys), -1, np.int64)  # being written anew
         placed[: len(rows)] = rows
         at_run = 0
@@ -133,6 +125,19 @@ class Recoverer:
             at_run += len(each.keys)
         self.state.stats.blocks_recovered += len(run.keys)
         return True
+
+    def _bring(self, space: Namespace, told: Told, run: Run) -> Rows | None:
+        """Rows of its leading blocks, as far as they are in sight now; None where what stood in front is not there."""
+        if space.foreign is not None and (known := space.foreign.by_key.get(run.keys[0])) is not None:
+            # Found by its key, wherever it hangs by now.
+            at = Path([known], known.end)
+            return self._mark_known(space, at, 0, run) if known.state == VISIBLE else _NOWHERE
+        path = self._front(space, told, run.parent)
+        if path is None:
+            return None
+        if _next_key(space, path, run.keys[0]):
+            return self._add_behind_known(space, path, run)
+        return self._add(space, path, run)
 
     def _front(self, space: Namespace, told: Told, parent: bytes) -> Path | None:
         """The path down to a block that was attached (its last node is enough), if it is still there."""

@@ -8,6 +8,7 @@ Must not know: the tree.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -218,11 +219,10 @@ class Told:
         known = [each for each in every if not each.isdisjoint(unique)]
         if not known and len(unique) == len(keys):
             return np.ones(len(keys), np.bool_)
-        again = {key for key in unique if any(key in each for each in known)}
-        if len(unique) < len(keys):
-            met: set[bytes] = set()
-            again |= {key for key in keys if key in met or met.add(key)}  # type: ignore[func-returns-value]  # adds
-        return np.array([key not in again for key in keys], np.bool_)
+        times = Counter(keys)
+        for each in known:
+            times.update(unique.intersection(each))
+        return np.array([times[key] == 1 for key in keys], np.bool_)
 
     def _take_one_by_one(self, event: DiskRecovered, blocks: _Blocks, fast: NDArray[np.bool_]) -> Iterator[Run]:
         parts, pages = event.parts.tolist(), event.pages.tolist()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from prefixcache.core.namespaces import Namespace
 
 Places = NDArray[np.uint32]
+UNKNOWN_ROOM = 1 << 62  # until it is told
 
 
 class Segment:
@@ -44,7 +45,7 @@ class Disk:
         self.reason = "starting"
         self.recovered = False  # everything that was there at the start is known
         self.segments: dict[int, Segment] = {}
-        self.room_bytes = 1 << 62  # for new segments, as told last
+        self.room_bytes = UNKNOWN_ROOM  # for new segments, as told last
         self.segment_bytes = 0
         self.writing: dict[int, int] = {}  # writes under way: job -> serial, as of a lease
         self.granted_bytes = 0  # of host memory, ever: how fast it is being filled

@@ -14,6 +14,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixcache.core.disk_events import DiskChanged as DiskChanged
+from prefixcache.core.disk_events import DiskForgotten as DiskForgotten
+from prefixcache.core.disk_events import DiskRecovered as DiskRecovered
+from prefixcache.core.disk_events import FlushStarted as FlushStarted
+from prefixcache.core.disk_events import RecoveryDone as RecoveryDone
+from prefixcache.core.disk_events import SegmentLost as SegmentLost
 from prefixcache.core.ids import Generations, LeaseId, NamespaceId, PoolId, ReservationId, Rows, SessionId
 from prefixcache.core.pin_messages import PinEvent
 from prefixcache.core.reasons import Miss
@@ -324,42 +330,6 @@ class SegmentFreed:
 
 
 @dataclass(slots=True)
-class DiskRecovered:
-    """Records of one segment that an earlier run left, of one namespace, newest segments first; what a tombstone
-    revokes and what a newer record replaces is not among them. Answer: nothing."""
-
-    segment: int
-    namespace: NamespaceId
-    parts: NDArray[np.uint16]
-    pages: NDArray[np.uint32]
-    keys: bytes
-    parents: bytes
-    depths: NDArray[np.uint32]
-
-
-@dataclass(slots=True)
-class RecoveryDone:
-    """Every segment was told (complete: and could be read); what still lacks what stands in front of it never gets it.
-    Answer: nothing."""
-
-    complete: bool = True
-
-
-@dataclass(slots=True)
-class DiskChanged:
-    """The disk works, or part of it does not, from now on. reason: why not, empty if all works. Answer: nothing."""
-
-    reads_on: bool
-    writes_on: bool
-    reason: str = ""
-
-
-@dataclass(slots=True)
-class FlushStarted:
-    """Write everything that only memory holds, as far as the disk takes it. Answer: nothing."""
-
-
-@dataclass(slots=True)
 class TimePassed:
     """Nothing but time. Leases and reservations whose time is over end (every other event does this as well)."""
 
@@ -394,6 +364,8 @@ Event: TypeAlias = (
     | SegmentFreed
     | DiskRecovered
     | RecoveryDone
+    | SegmentLost
+    | DiskForgotten
     | DiskChanged
     | FlushStarted
     | TimePassed

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from prefixcache.core.commands import Command, FreeSegment, Records, RevokeRecords
 from prefixcache.core.disk import Segment
-from prefixcache.core.events import SegmentFreed, WriteEnd
+from prefixcache.core.events import SegmentFreed, SegmentLost, WriteEnd
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Rows
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.radix import DETACHED, NOT_QUEUED, Node
@@ -105,14 +105,30 @@ class Freer:
             if space is not None:
                 self._settle(space, records, ends == WriteEnd.OK, (segments, pages), out)
         if event.freed:
-            for space, part, rows, _ in disk.live_in(segment):
-                self.remover.lose_records(space, part, rows)
-                if part in space.optional_parts and space.has_full:
-                    self.state.stats.disk_drops[DiskDrop.LOST] += len(rows)
-                else:
-                    self._forget_cold(space, rows, out)
-                self.remover.reorder(space, rows)  # what came back to memory meanwhile is only there now
-            del disk.segments[event.segment]
+            self._lose(segment, out)
+
+    def lost(self, event: SegmentLost, out: list[Command]) -> None:
+        """A segment is gone without having been freed."""
+        segment = self.state.disk.segments.get(event.segment)
+        if segment is not None:
+            self._lose(segment, out)
+
+    def lose_all(self, out: list[Command]) -> None:
+        """Every segment is gone; what was being freed with them."""
+        for segment in list(self.state.disk.segments.values()):
+            self._lose(segment, out)
+        self.freeing.clear()
+        self._kept_bytes.clear()
+
+    def _lose(self, segment: Segment, out: list[Command]) -> None:
+        for space, part, rows, _ in self.state.disk.live_in(segment):
+            self.remover.lose_records(space, part, rows)
+            if part in space.optional_parts and space.has_full:
+                self.state.stats.disk_drops[DiskDrop.LOST] += len(rows)
+            else:
+                self._forget_cold(space, rows, out)
+            self.remover.reorder(space, rows)  # what came back to memory meanwhile is only there now
+        del self.state.disk.segments[segment.number]
 
     def _settle(
         self,

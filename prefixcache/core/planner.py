@@ -15,6 +15,7 @@ from prefixcache.core.checks import Checks
 from prefixcache.core.clearing import Clearing
 from prefixcache.core.commands import Command
 from prefixcache.core.demoting import Demoter
+from prefixcache.core.disk import UNKNOWN_ROOM
 from prefixcache.core.eviction import Evictor
 from prefixcache.core.filling import Filling
 from prefixcache.core.foreign import ForeignGranting
@@ -164,6 +165,8 @@ class Planner:
             events.SegmentFreed: lambda event, now, out: freer.done(event, out),
             events.DiskRecovered: lambda event, now, out: recoverer.found(event, out),
             events.RecoveryDone: lambda event, now, out: recoverer.finish(event, out),
+            events.SegmentLost: lambda event, now, out: freer.lost(event, out),
+            events.DiskForgotten: lambda event, now, out: self._disk_forgotten(out),
             events.DiskChanged: lambda event, now, out: self._disk_changed(event, out),
             events.FlushStarted: lambda event, now, out: demoter.flush(out),
         }
@@ -185,6 +188,13 @@ class Planner:
         self.freer.make_room(out)
         if (event.ends == events.WriteEnd.OK).all():  # else it would be asked again and again
             self.demoter.refill(now, out)
+
+    def _disk_forgotten(self, out: list[Command]) -> None:
+        assert self.freer is not None
+        assert self.recoverer is not None
+        self.freer.lose_all(out)
+        self.recoverer.begin_anew()
+        self.state.disk.room_bytes = UNKNOWN_ROOM
 
     def _disk_changed(self, event: events.DiskChanged, out: list[Command]) -> None:
         disk = self.state.disk

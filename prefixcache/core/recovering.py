@@ -64,6 +64,11 @@ class Recoverer:
         self.remover = remover
         self.spaces: dict[int, _Space] = {}
 
+    def begin_anew(self) -> None:
+        """Another directory will be told."""
+        self.spaces.clear()
+        self.state.disk.recovered = False
+
     def found(self, event: DiskRecovered, out: list[Command]) -> None:
         """Records of one segment and namespace."""
         self.state.disk.segment(event.segment)

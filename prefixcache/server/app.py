@@ -102,7 +102,7 @@ class Daemon:
         self.executor.orders.update(self.gpus.orders)
         self.shell.gpus = self.gpus
         if self.disk is not None:
-            self.executor.orders.update(self.disk.orders)
+            self.executor.orders.update(self.disk.table)
             self.shell.clear_lasts = self.disk.wait_revoked
         wiring.follow_ends(self.executor.orders, self.shell)
         self.watchers = Watchers(self.shell, self.planner.state)
@@ -225,7 +225,7 @@ class Daemon:
         self.pins.start()
         self.memory.start(self._capacity_ready)
         if self.disk is not None:
-            self.disk.namespaces_known = self.pins.read
+            self.disk.namespaces_known = self.pins.directory_opened
             self.disk.start(self.shell)
         self._start_local()  # before gRPC: a worker that finds that alone takes the slow way for as long as it lives
         self._start_grpc()

@@ -9,6 +9,7 @@ from prefixcache.v1 import admin_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
 from prefixcache_offload.disk.packing import CodecReport
 from prefixcache_offload.disk.recovery import RecoveryCounters
+from prefixcache_offload.disk.shared import Counters
 from prefixcache_offload.disk.tier import DiskTier
 
 
@@ -17,7 +18,10 @@ class DiskReport:
 
     def __init__(self) -> None:
         self._tier: DiskTier | None = None
-        self._off = "starting"
+        self.why_off = "starting"
+        self.counted = Counters()
+        """Of all directories that were open, one after the other."""
+        self.replaced = 0
         self.recovery: RecoveryCounters | None = None
         self.recovery_began_s = 0.0  # since the daemon's start
         self.recovery_s = 0.0  # how long it took, once it is over
@@ -25,17 +29,22 @@ class DiskReport:
 
     def on(self, tier: DiskTier) -> None:
         """The directory is open."""
-        self._tier, self._off = tier, ""
+        self._tier, self.why_off = tier, ""
 
     def off(self, reason: str) -> None:
         """The directory cannot be used."""
-        self._off = reason
+        self.why_off = reason
+
+    def gone(self) -> None:
+        """Another directory is in place."""
+        self._tier, self.why_off = None, "directory_gone"
+        self.replaced += 1
 
     @property
     def trouble(self) -> str:
         """Why the tier does not work as it should; empty where it does."""
         if self._tier is None:
-            return f"disk tier off: {self._off}"
+            return f"disk tier off: {self.why_off}"
         status = self._tier.status()
         health = status.health
         if health.reads_off is not None:
@@ -71,9 +80,8 @@ class DiskReport:
         for drop, count in stats.disk_drops.items():
             yield pb.Counter(name="disk_drops", label=str(drop), value=count)
         yield pb.Counter(name="disk_tombstones_failed", value=self.tombstones_failed)
-        if self._tier is None:
-            return
-        counted = self._tier.counters
+        yield pb.Counter(name="disk_directories_replaced", value=self.replaced)
+        counted = self.counted
         amplification = int(counted.write_amplification * 1000)
         yield pb.Counter(name="disk_written_bytes", value=counted.written_bytes)
         yield pb.Counter(name="disk_rewritten_bytes", value=counted.again_bytes)

@@ -101,6 +101,14 @@ class PinBook:
             self._is_read = True
             self.restore(_load(folder / FILE))
 
+    def directory_opened(self) -> None:
+        """There is a place for the file: it is read, unless that was done; then it gets what is pinned now."""
+        with self._shell.owner.lock:
+            again = self._is_read
+        self.read()
+        if again:
+            self.keep()
+
     def restore(self, entries: Iterable[Entry]) -> None:
         """Pin anew what an earlier run had pinned."""
         with self._shell.owner.lock:

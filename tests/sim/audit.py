@@ -43,6 +43,12 @@ def stored_keys(space: Namespace) -> set[bytes]:
     return stored
 
 
+def hidden_keys(space: Namespace) -> set[bytes]:
+    """Keys of blocks that nobody can see yet."""
+    hidden = [node for node in subtree(space.tree.root) if node.state != VISIBLE]
+    return {node.edge[at : at + KEY_BYTES] for node in hidden for at in range(0, len(node.edge), KEY_BYTES)}
+
+
 def cold_keys(space: Namespace) -> set[bytes]:
     """Keys of stored blocks that the table says are on disk only."""
     found: set[bytes] = set()

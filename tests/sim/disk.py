@@ -6,7 +6,8 @@ Faults it makes, all chosen by the seed:
   read fails, or scribbles first;
 - a record rots; a segment loses its newest records in a crash (torn);
 - a segment is freed while blocks of it are asked for; freeing fails half-way, with some records appended twice;
-- the disk is off for a while, in one direction or both; what is under way then fails.
+- the disk is off for a while, in one direction or both; what is under way then fails;
+- another directory takes the place of this one.
 A record holds who wrote its bytes, as memory does, so that wrong bytes show as what they are.
 """
 
@@ -229,6 +230,16 @@ class FakeDisk:
         self.segments[self.newest] = {}
         if len(self.segments) > self.most_segments:
             self.most_segments = len(self.segments)
+        self.reads_on = self.writes_on = True
+
+    def replace(self) -> None:
+        """What is at hand now is another directory: with nothing in it, or with the same."""
+        if self.rng.random() < 0.5:
+            self.segments = {}
+            self.newest = 0  # its numbers begin anew
+        self.newest += 1
+        self.segments[self.newest] = {}
+        self.most_segments = max(self.most_segments, len(self.segments))
         self.reads_on = self.writes_on = True
 
     def recovered(self) -> Iterator[list[Event]]:

@@ -41,14 +41,21 @@ FLAVOURS: dict[str, tuple[list[int], list[str]]] = {
     "gpu_lost": ([0, 1], ["lose_device"]),
     "gpu_restarts": ([0, 1], ["restart", "session_trouble", "clear"]),
     "gpu_disk": ([0, 1], ["crash", "clear", "disk_trouble", "flush", "fail_part", "lose_device"]),
-    "disk": ([0, 1, 0, 1, 2, 3, 4], ["crash"] * 2 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
+    "disk": (
+        [0, 1, 0, 1, 2, 3, 4],
+        ["crash"] * 2 + ["clear", "disk_trouble", "disk_trouble", "replace_disk", "flush", "fail_part"],
+    ),
     "disk_moves": ([0, 1], ["clear", "flush"]),
     "disk_restarts": ([0, 1, 4], ["crash"] * 3 + ["restart"] * 3 + ["clear", "flush"] * 3 + ["session_trouble"]),
     "disk_foreign": (
         [4, 5, 4, 5, 0],
-        ["crash"] * 4 + ["restart", "clear", "clear", "disk_trouble", "disk_trouble", "flush", "fail_part"],
+        ["crash"] * 4 + ["restart", "clear", "clear", "disk_trouble", "replace_disk", "flush", "fail_part"],
     ),
-    "disk_windows": ([2, 2, 3], ["crash"] * 5 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
+    "disk_replaced": ([0, 1, 4], ["replace_disk"] * 4 + ["flush"] * 2 + ["session_trouble", "clear"]),
+    "disk_windows": (
+        [2, 2, 3],
+        ["crash"] * 5 + ["clear", "disk_trouble", "disk_trouble", "replace_disk", "flush", "fail_part"],
+    ),
 }
 
 # For planted bugs that show without GPU pools and shared reservations; those have their own in test_gpu_simulator and

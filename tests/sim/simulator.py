@@ -46,6 +46,7 @@ from prefixcache.core.events import (
     CommitRequested,
     Coverage,
     DiskChanged,
+    DiskForgotten,
     DiskRecovered,
     DrainStarted,
     Event,
@@ -58,6 +59,7 @@ from prefixcache.core.events import (
     ProcessExited,
     RecoveryDone,
     ReserveRequested,
+    SegmentLost,
     SessionEnded,
     SessionOpened,
     SnapshotRequested,
@@ -275,6 +277,30 @@ class Simulator:
             self.disk.rot()
         else:
             self.send(self.disk.toggle())
+
+    def replace_disk(self) -> None:
+        """Another directory is in the place of ours: an empty one, or a copy that nobody has open."""
+        disk = self.disk
+        assert disk is not None
+        disk.reads_on = disk.writes_on = False
+        self.send(DiskChanged(False, False, "directory_gone"))
+        for _ in range(MOST_WORK):
+            if not (disk.jobs or disk.ordered or disk.told_late):
+                break
+            if (event := disk.step()) is not None:
+                disk.told_late.append(event)
+            while disk.told_late:
+                self.send(disk.told_late.pop(0))
+        for number in list(self.planner.state.disk.segments):
+            if self.rng.random() < 0.5:
+                self.send(SegmentLost(number))
+        disk.replace()
+        self.send(DiskForgotten())
+        if any(space.table.recorded_count for space in self.planner.state.namespaces.values() if space.on_disk):
+            raise SimError("a record of another directory is believed")
+        self.send(DiskChanged(True, True))
+        self.recovery = disk.recovered()
+        self.recover_alone(anew=False)
 
     def flush(self) -> None:
         self.send(FlushStarted())
@@ -573,8 +599,8 @@ class Simulator:
         self.priorities.forget()
         self.pins.stopped()
 
-    def recover_alone(self) -> None:
-        """Nothing else happens meanwhile: then exactly what is whole comes back."""
+    def recover_alone(self, *, anew: bool = True) -> None:
+        """Nothing else happens meanwhile: what is whole comes back, and only that if all began anew."""
         assert self.disk is not None
         while self.recovery is not None:
             self.recovers()
@@ -582,7 +608,9 @@ class Simulator:
         for space in self.planner.state.namespaces.values():
             if space.on_disk:
                 expected = audit.restorable_keys(self.disk, space.number, space.spec)
-                if self.visible[space.number] != expected:
+                visible = self.visible[space.number]
+                hidden = audit.hidden_keys(space) & expected  # being stored anew: it, and what follows it, comes later
+                if visible != expected and (anew or not (hidden or expected <= visible)):
                     raise SimError("a restart brought back other blocks than those that are whole on disk")
 
     def _forget_gpus(self) -> None:
@@ -689,7 +717,8 @@ class Simulator:
         elif event.change is Change.REMOVED:
             if not keys <= visible or (keys & cold != keys if event.tier is Tier.DISK else keys & cold):
                 raise SimError("removed what was not there, or not in that tier")
-            if not any(event is each for each in self.subtrees):
+            lost = isinstance(self.history[-1][1], (SegmentLost, DiskForgotten))  # pins do not keep a disk
+            if not lost and not any(event is each for each in self.subtrees):
                 self.pins.removed(event.namespace, keys)
             visible -= keys
             cold -= keys

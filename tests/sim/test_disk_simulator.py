@@ -37,7 +37,7 @@ from tests.sim.simulator import Simulator
 
 SEEDS = 600
 SEEDS_OF_RARE = 1500
-DISKS = ("disk", "disk_moves", "disk_restarts", "disk_windows", "disk_foreign")
+DISKS = ("disk", "disk_moves", "disk_restarts", "disk_windows", "disk_foreign", "disk_replaced")
 
 Patch = pytest.MonkeyPatch
 
@@ -260,6 +260,14 @@ def keys_stored_again_mixed_up_with_new_ones(patch: Patch) -> None:
     patch.setattr(Reservation, "_by_entry", lambda self, column: column)
 
 
+def a_replaced_directory_believed(patch: Patch) -> None:
+    patch.setattr(Freer, "lose_all", lambda self, out: None)
+
+
+def a_replaced_directory_not_told(patch: Patch) -> None:
+    patch.setattr(Recoverer, "begin_anew", lambda self: None)
+
+
 PLANTED: tuple[Callable[[Patch], None], ...] = (
     failed_reads_believed,
     failed_writes_believed,
@@ -290,6 +298,8 @@ PLANTED: tuple[Callable[[Patch], None], ...] = (
     records_forgotten_when_stored_again,
     load_and_store_fill_one_row,
     blocks_being_stored_again_granted_twice,
+    a_replaced_directory_believed,
+    a_replaced_directory_not_told,
     keys_found_after_they_left,
     keys_recovered_below_an_old_parent,
     unknown_keys_cleared_without_tombstone,
@@ -309,6 +319,8 @@ FLAVOURS_OF: dict[Callable[[Patch], None], tuple[str, ...]] = {
     windows_one_block_short: ("disk_windows",),
     patches_of_cold_blocks_left_cold: ("disk_windows",),
     patches_of_plain_blocks_left_cold: ("disk",),
+    a_replaced_directory_believed: ("disk_replaced",),
+    a_replaced_directory_not_told: ("disk_replaced",),
     keys_found_after_they_left: ("disk_foreign",),
     keys_recovered_below_an_old_parent: ("disk_foreign",),
     unknown_keys_cleared_without_tombstone: ("disk_foreign",),

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Final
 
 from prefixcache_offload.disk.outcomes import DiskRefused, Refusal
@@ -30,6 +31,15 @@ EPOCH_SHIFT: Final = 40
 def segment_name(number: int) -> str:
     """File name of a segment."""
     return f"{SEGMENT_PREFIX}{number:08x}"
+
+
+class Whereabouts(Enum):
+    """What a path leads to that led to a data directory."""
+
+    HERE = "here"
+    GONE = "gone"
+    REPLACED = "replaced"
+    """Another directory, or this one without its files."""
 
 
 @dataclass
@@ -57,12 +67,17 @@ class Directory:
         """Descriptor of a segment file. Raises OSError."""
         return self.disk.open(self.file(segment_name(number)), create=create, direct=self.direct)
 
-    def still_there(self) -> bool:
-        """Whether the path still leads to this directory and its format file."""
+    def whereabouts(self) -> "Whereabouts":
+        """Whether the path still leads to this directory and its format file, or to something else."""
         try:
-            return self.disk.identity(self.path) == self.identity and FORMAT in self.disk.names(self.path)
+            same = self.disk.identity(self.path) == self.identity and FORMAT in self.disk.names(self.path)
         except OSError:
-            return False
+            return Whereabouts.GONE
+        return Whereabouts.HERE if same else Whereabouts.REPLACED
+
+    def still_there(self) -> bool:
+        """See `whereabouts`."""
+        return self.whereabouts() is Whereabouts.HERE
 
     def probe(self) -> None:
         """Write a page, read it back, remove it. Raises OSError where that does not work."""

@@ -101,7 +101,9 @@ class Call:
 class Shared:
     """See the top of the file."""
 
-    def __init__(self, directory: Directory, options: DiskOptions, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, directory: Directory, options: DiskOptions, clock: Callable[[], float], counters: Counters | None = None
+    ) -> None:
         """Raises OSError when the segment files cannot be looked at."""
         self.directory = directory
         self.disk: Disk = directory.disk
@@ -115,13 +117,15 @@ class Shared:
         self.reads_done = threading.Condition(self.lock)
         self.writes_done = threading.Condition(self.lock)
         self.health = Health(clock, options.retry_s, options.retry_max_s)
-        self.counters = Counters()
+        self.counters = Counters() if counters is None else counters
         self.table = SegmentTable(directory, options)
         self.tombstones = Tombstones()
         self.calls: dict[int, Call] = {}
         self.reads_pending = 0
         """Read groups waiting or in the kernel: writes let them go first."""
         self.closing = False
+        self.replaced = False
+        """Another directory was found where this one was."""
         self._sequence = directory.epoch << EPOCH_SHIFT
         self._call_number = 0
         self._drop_over_cap()

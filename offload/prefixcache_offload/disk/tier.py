@@ -67,12 +67,17 @@ class DiskTier:
     """See the top of the file."""
 
     def __init__(
-        self, path: str, options: DiskOptions, disk: Disk | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        path: str,
+        options: DiskOptions,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        counters: Counters | None = None,
     ) -> None:
-        """Lock and open a data directory; no segment is read yet. Raises DiskRefused."""
+        """Lock and open a data directory; no segment is read yet. counters: to go on with. Raises DiskRefused."""
         directory = open_directory(disk or RealDisk(), path)
         try:
-            self._shared = Shared(directory, options, clock)
+            self._shared = Shared(directory, options, clock, counters)
             self._book = NamespaceBook(directory, options.meta_cap_bytes // 4)
         except OSError as error:
             directory.close()
@@ -216,6 +221,12 @@ class DiskTier:
                 all(thread.is_alive() for thread in self._threads),
                 self._writer.packer.report(),
             )
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another directory was found where this one was: it stays off until its own is back, or somebody
+        closes it and opens that one."""
+        return self._shared.replaced
 
     def watch(self, on_change: Callable[[HealthReport], None]) -> None:
         """Be told of every change of health from now on, from a thread of the tier."""

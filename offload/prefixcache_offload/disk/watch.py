@@ -6,6 +6,7 @@
 import threading
 from collections.abc import Callable
 
+from prefixcache_offload.disk.directory import Whereabouts
 from prefixcache_offload.disk.health import HealthReport
 from prefixcache_offload.disk.outcomes import Outcome, Trouble, trouble_of
 from prefixcache_offload.disk.reader import Reader
@@ -128,8 +129,10 @@ class Prober(_Ticking):
         shared = self._shared
         try:
             with shared.calling():
+                where = shared.directory.whereabouts()
+                shared.replaced = where is Whereabouts.REPLACED
                 space = shared.disk.space(shared.directory.path)
-                well = shared.directory.still_there() and not space.read_only
+                well = where is Whereabouts.HERE and not space.read_only
                 well = well and space.free_bytes >= shared.options.new_segment_bytes
                 if well:
                     shared.directory.probe()

@@ -1,0 +1,63 @@
+"""What can happen to the disk as a whole: what an earlier run left is told, it works or does not, it is another one.
+
+Belongs here and must not know: as in events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefixcache.core.ids import NamespaceId
+
+
+@dataclass(slots=True)
+class DiskRecovered:
+    """Records of one segment that an earlier run left, of one namespace, newest segments first; what a tombstone
+    revokes and what a newer record replaces is not among them. Answer: nothing."""
+
+    segment: int
+    namespace: NamespaceId
+    parts: NDArray[np.uint16]
+    pages: NDArray[np.uint32]
+    keys: bytes
+    parents: bytes
+    depths: NDArray[np.uint32]
+
+
+@dataclass(slots=True)
+class RecoveryDone:
+    """Every segment was told (complete: and could be read); what still lacks what stands in front of it never gets it.
+    Answer: nothing."""
+
+    complete: bool = True
+
+
+@dataclass(slots=True)
+class SegmentLost:
+    """A segment is gone with all that was in it; no job that concerns it is under way. Answer: nothing."""
+
+    segment: int
+
+
+@dataclass(slots=True)
+class DiskForgotten:
+    """The directory is another one, and off until DiskChanged: nothing that was told of the old one counts, its numbers
+    of segments may come again, and what is in the new one is told as at a start (DiskRecovered, RecoveryDone). No job
+    is under way. Answer: nothing."""
+
+
+@dataclass(slots=True)
+class DiskChanged:
+    """The disk works, or part of it does not, from now on. reason: why not, empty if all works. Answer: nothing."""
+
+    reads_on: bool
+    writes_on: bool
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class FlushStarted:
+    """Write everything that only memory holds, as far as the disk takes it. Answer: nothing."""

@@ -129,6 +129,14 @@ class _Partial:
         self.places: list[Where | None] = [None] * len(space.strides)
         self.left = len(space.full_parts) or 1
 
+    def tell(self, space: Namespace, part: int, where: Where) -> bool:
+        """One part; whether that makes it whole."""
+        if part >= len(self.places) or self.places[part] is not None:
+            return False
+        self.places[part] = where
+        self.left -= part in space.full_parts or not space.has_full
+        return not self.left
+
 
 class Told:
     """All of one namespace. run_of: by key, attached or not; waiting: runs by the key in front of them, which is not
@@ -248,11 +256,7 @@ class Told:
         block = self.partial.get(key)
         if block is None:
             block = self.partial[key] = _Partial(parent, self.space)
-        if part >= len(block.places) or block.places[part] is not None:
-            return None
-        block.places[part] = where
-        block.left -= part in self.space.full_parts or not self.space.has_full
-        if block.left:
+        if not block.tell(self.space, part, where):
             return None
         del self.partial[key]
         told = [each or (NO_SEGMENT, 0) for each in block.places]

@@ -14,16 +14,17 @@ from prefixcache.core.checks import Checks
 from prefixcache.core.commands import Acquired, Command, LeaseEnded, LeaseExtended, LookedUp, Released, Run
 from prefixcache.core.demoting import Demoter
 from prefixcache.core.events import AcquireRequested, LeaseReleased, LeaseRenewed, LookupRequested
-from prefixcache.core.foreign_leases import ForeignAcquiring, begin_lease, look_up_foreign, read_run
+from prefixcache.core.foreign_leases import ForeignAcquiring, begin_lease, look_up_foreign, rows_of
 from prefixcache.core.ids import KEY_BYTES, Tier
 from prefixcache.core.leases import Lease
 from prefixcache.core.loading import Loader
 from prefixcache.core.loads import Wish
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.promoting import Promoter
-from prefixcache.core.radix import ROW_DTYPE, Path, Pin, hot_from, node_at, path_to
+from prefixcache.core.radix import DETACHED, ROW_DTYPE, Path, Pin, hot_from, node_at, path_to
 from prefixcache.core.reasons import Kind, Miss, Refusal
 from prefixcache.core.removal import Remover
+from prefixcache.core.runs import read_run
 from prefixcache.core.slabs import SlabMover
 from prefixcache.core.state import Session, State
 from prefixcache.core.survey import Survey
@@ -43,7 +44,7 @@ class Acquiring:
         self.demoter: Demoter | None = None
         self.promoter: Promoter | None = None  # where there is a GPU pool
         self.checks = checks
-        self.foreign = ForeignAcquiring(state, checks)
+        self.foreign = ForeignAcquiring(state, checks, remover)
         self.remover = remover
         self.mover = mover
 
@@ -136,7 +137,8 @@ class Acquiring:
             return
         state.stats.lookups += 1
         if space.foreign is not None:
-            out.append(look_up_foreign(space.foreign, event, space.block_tokens))
+            reads_on = state.disk.reads_on
+            out.append(look_up_foreign(space.foreign, event, space.block_tokens, reads_on=reads_on))
             return
         path = space.tree.walk(event.keys)
         end = path.blocks
@@ -223,6 +225,8 @@ class Acquiring:
         del session.leases[lease.lease]
         if lease.space.foreign is None:
             self._note_used(lease)
+        elif lease.space.table.counts_hits:
+            self._note_used_keys(lease)
         if session.gpus and self.promoter is not None:
             self.promoter.lease_ended(lease, session, out, used=used)
         self.remover.unpin_all(lease.pins)
@@ -238,6 +242,16 @@ class Acquiring:
             self.touch(space, path)
             if space.table.counts_hits:
                 self._count_hit(space, path, pin)
+
+    def _note_used_keys(self, lease: Lease) -> None:
+        """In a foreign namespace."""
+        space = lease.space
+        pins = [pin for pin in lease.pins if pin.node.state != DETACHED]
+        rows = np.unique(rows_of([pin.node for pin in pins]))
+        space.table.hits[rows] = space.table.hits[rows] << 1 | 1
+        if self.demoter is not None:
+            for pin in pins:
+                self.demoter.note_used(pin.node, pin.depth)
 
     def _count_hit(self, space: Namespace, path: Path, pin: Pin) -> None:
         """For what is worth keeping on disk, and writing to it early, or copying to a GPU."""

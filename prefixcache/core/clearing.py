@@ -56,7 +56,7 @@ class Clearing:
             self._answer(counts, out)
         elif state.good_keys(event.keys, 0, out):
             if space.foreign is not None:
-                self._clear_foreign(space.foreign, event, out)
+                self._clear_foreign(space, space.foreign, event, out)
             else:
                 self._clear_prefix(space, event, out)
 
@@ -96,16 +96,18 @@ class Clearing:
         self.state.publish(Change.CLEARED, space, b"", b"", 0)
         return gone, held
 
-    def _clear_foreign(self, index: ForeignIndex, event: ClearRequested, out: list[Command]) -> None:
+    def _clear_foreign(self, space: Namespace, index: ForeignIndex, event: ClearRequested, out: list[Command]) -> None:
         keys = event.keys or b""
         found = [index.by_key.get(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
         nodes = [node for node in found if node is not None]
+        unknown = [keys[KEY_BYTES * at : KEY_BYTES * (at + 1)] for at, node in enumerate(found) if node is None]
         if event.own_tail:
             text = "keys of a foreign namespace are no chain; name the blocks that are to go"
             self.state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID, text)
         elif event.gently and (texts := [text for node in nodes if (text := _in_use(node, node.start))]):
             self.state.refuse(out, Kind.FAILED_PRECONDITION, Refusal.IN_USE, texts[0])
         else:
+            self._revoke_unknown(space, unknown, out)
             self._answer([self._remove(node, out) for node in nodes], out)
 
     def _clear_prefix(self, space: Namespace, event: ClearRequested, out: list[Command]) -> None:
@@ -143,9 +145,13 @@ class Clearing:
     def _clear_unknown(self, space: Namespace, keys: bytes, out: list[Command]) -> None:
         """A prefix that is not stored as far as anybody knows: it may be pinned, or still to be told by the disk."""
         self._end_pins(space, (keys[-KEY_BYTES:], len(keys) // KEY_BYTES - 1), out)
-        if self.recoverer is not None and space.on_disk and not self.state.disk.recovered:
-            self.recoverer.cleared(space, {keys[-KEY_BYTES:]})
-            out.append(RevokeRecords(space.number, keys[-KEY_BYTES:]))
+        self._revoke_unknown(space, [keys[-KEY_BYTES:]], out)
+
+    def _revoke_unknown(self, space: Namespace, keys: list[bytes], out: list[Command]) -> None:
+        """Blocks that are not known, and may still be told by the disk: they do not come back."""
+        if keys and self.recoverer is not None and space.on_disk and not self.state.disk.recovered:
+            self.recoverer.cleared(space, set(keys))
+            out += tombstones(space.number, b"".join(keys))
 
     def _end_pins(self, space: Namespace, cut: tuple[bytes, int] | None, out: list[Command]) -> None:
         """`cut`: (key, its block) of the first block that goes; None: all go."""

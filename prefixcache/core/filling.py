@@ -130,8 +130,10 @@ class Filling:
         space = reservation.space
         entries = np.flatnonzero(ready)
         self._unmark_patches(reservation, entries)
-        if any(pin.node.state == DETACHED for pin in reservation.pins):
-            reservation.status[entries] = Entry.ORPHANED
+        gone = self._left(reservation, entries)
+        reservation.status[entries[gone]] = Entry.ORPHANED
+        entries = entries[~gone]
+        if not len(entries):
             return 0
         self._publish_patched(reservation, entries)
         warmed = self._warm(reservation, entries)
@@ -149,6 +151,17 @@ class Filling:
         if space.on_disk:
             self.remover.reorder(space, reservation.patch_rows[entries])
         return len(entries)
+
+    @staticmethod
+    def _left(reservation: Reservation, entries: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """bool[n]: patched blocks that were cleared meanwhile; of a path then all count as cleared."""
+        detached = any(pin.node.state == DETACHED for pin in reservation.pins)
+        gone = np.full(len(entries), detached, np.bool_)
+        index = reservation.space.tree.index
+        if detached and reservation.space.foreign is not None and index is not None:
+            nodes = [index.node_of(row) for row in reservation.patch_rows[entries].tolist()]
+            gone[:] = [node is None or node.state == DETACHED for node in nodes]
+        return gone
 
     def _warm(self, reservation: Reservation, entries: NDArray[np.int64]) -> list[Node]:
         """Patched blocks that are on disk only are in memory from now on; the nodes they are."""

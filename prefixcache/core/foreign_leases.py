@@ -1,21 +1,26 @@
 """Acquire and Lookup in a foreign namespace: every key for itself, a bitmap, one pin per key; and how a lease begins.
 
-Rules: as for chained keys (acquiring), without a prefix. Must not know: how leases end.
+Rules: as for chained keys (acquiring), without a prefix. Blocks in memory are told at once, those that come from disk
+as they come, in any order; `ready_blocks` counts them. Must not know: how leases end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-from numpy.typing import NDArray
 
 from prefixcache.core.checks import Checks
-from prefixcache.core.commands import Acquired, Command, LookedUp, Run
+from prefixcache.core.commands import Acquired, Command, LookedUp
 from prefixcache.core.events import AcquireRequested, LookupRequested
-from prefixcache.core.ids import KEY_BYTES, PoolId, Rows
+from prefixcache.core.foreign_loading import ForeignLoader, ForeignWish
+from prefixcache.core.ids import KEY_BYTES, Rows
 from prefixcache.core.leases import Lease
 from prefixcache.core.namespaces import ForeignIndex, Namespace
-from prefixcache.core.radix import ROW_DTYPE, Node, Pin, pin_path
+from prefixcache.core.radix import ROW_DTYPE, Node, Pin
 from prefixcache.core.reasons import Miss
+from prefixcache.core.removal import Remover
+from prefixcache.core.runs import scattered_runs
 from prefixcache.core.state import Session, State
 
 
@@ -29,97 +34,127 @@ def begin_lease(state: State, session: Session, lease: Lease, out: list[Command]
     out.append(lease.reply)
 
 
-def read_run(space: Namespace, part: int, rows: list[slice | Rows], first_block: int, pool: PoolId) -> Run:
-    """Where one part of consecutive blocks is. rows: pieces to index a column with (`Path.stretches`)."""
-    column = space.table.parts[part]
-    if len(rows) == 1:
-        return Run(part, first_block, pool, *column.packed(rows[0]))
-    pieces = [column.packed(piece) for piece in rows]
-    packed_slots = b"".join([slots for slots, _ in pieces])
-    return Run(part, first_block, pool, packed_slots, b"".join([generations for _, generations in pieces]))
-
-
-def look_up_foreign(index: ForeignIndex, event: LookupRequested, block_tokens: int) -> LookedUp:
+def look_up_foreign(index: ForeignIndex, event: LookupRequested, block_tokens: int, *, reads_on: bool) -> LookedUp:
+    """reads_on: whether what is on disk only could be had."""
     nodes = index.present(event.keys)[event.from_block :]
-    present = np.array([node is not None for node in nodes], np.bool_)
-    count = int(np.count_nonzero(present))
-    stop = None if count == len(nodes) else Miss.NOT_STORED
-    return LookedUp(count, (0, count * block_tokens, 0, 0), stop, present)
+    there = [node is not None and (reads_on or not node.cold) for node in nodes]
+    count = sum(there)
+    on_disk = sum(node is not None and node.cold for node in nodes) if reads_on else 0
+    missing = any(node is None for node in nodes)
+    stop = None if count == len(nodes) else Miss.NOT_STORED if missing else Miss.TIER_OFF
+    tokens = (0, (count - on_disk) * block_tokens, on_disk * block_tokens, 0)
+    return LookedUp(count, tokens, stop, np.array(there, np.bool_))
+
+
+class _Found:
+    """What there is of the keys of an Acquire: nodes by place, those in memory and those on disk only; `stored` counts
+    also what is beyond the limit."""
+
+    def __init__(self, event: AcquireRequested, nodes: list[Node | None]) -> None:
+        places = [place for place, node in enumerate(nodes) if node is not None]
+        self.asked = len(nodes)
+        self.stored = len(places)
+        self.nodes = {place: node for place in places[: event.max_blocks] if (node := nodes[place]) is not None}
+        self.hot = {place: node for place, node in self.nodes.items() if not node.cold}
+        self.cold = {place: node for place, node in self.nodes.items() if node.cold}
 
 
 class ForeignAcquiring:
     """Handler of AcquireRequested for foreign namespaces; the event was checked."""
 
-    def __init__(self, state: State, checks: Checks) -> None:
+    def __init__(self, state: State, checks: Checks, remover: Remover) -> None:
         self.state = state
         self.checks = checks
+        self.remover = remover
+        self.loader: ForeignLoader | None = None  # where there is a disk
 
     def acquire(
         self, event: AcquireRequested, session: Session, space: Namespace, now: float, out: list[Command]
     ) -> None:
-        state = self.state
         assert space.foreign is not None
-        nodes = space.foreign.present(event.keys)[event.from_block :]
-        stored = sum(node is not None for node in nodes)
-        if event.max_blocks is not None and stored > event.max_blocks:
-            for place in [place for place, node in enumerate(nodes) if node is not None][event.max_blocks :]:
-                nodes[place] = None
-        if space.table.unverified and self.checks.hold(event, space, _rows(nodes), out):
+        found = _Found(event, space.foreign.present(event.keys)[event.from_block :])
+        if space.table.unverified and self.checks.hold(event, space, rows_of(list(found.hot.values())), out):
             return
-        present = np.array([node is not None for node in nodes], np.bool_)
-        planned = int(np.count_nonzero(present))
-        self._count(event, space, (len(nodes), stored, planned))
-        stop = None if planned == len(nodes) else Miss.BEYOND_LIMIT if planned < stored else Miss.NOT_STORED
-        if not planned:
+        self._touch(space, found)
+        pins = self._pin(found)
+        wish = ForeignWish()
+        if found.cold and self.loader is not None:
+            wish = self.loader.plan(event, space, found.cold, now, out)
+        for place in found.cold.keys() - set(wish.coming):
+            self.remover.unpin_all([pins.pop(place)])
+        stop = self._count(event, space, found, (len(pins), wish.stop))
+        present = np.zeros(found.asked, np.bool_)
+        present[list(pins)] = True
+        if not pins:
             out.append(Acquired(event.lease, event.from_block, 0, 0, (), stop, (0, 0, 0, 0), now, present))
             return
-        pins: list[Pin] = []
-        runs = self._hold(event, space, nodes, present, pins)
-        expires_at = now + state.clipped_ttl(event.ttl_s)
-        by_tier = (0, planned * space.block_tokens, 0, 0)
-        reply = Acquired(event.lease, event.from_block, planned, planned, runs, stop, by_tier, expires_at, present)
+        places = [event.from_block + place for place in found.hot]
+        rows = rows_of(list(found.hot.values()))
+        by_tier = (0, len(found.hot) * space.block_tokens, len(wish.coming) * space.block_tokens, 0)
+        reply = Acquired(
+            event.lease, event.from_block, len(pins), len(places),
+            scattered_runs(space, places, rows, self.state.host_pool), stop, by_tier,
+            now + self.state.clipped_ttl(event.ttl_s), present, wish.eta_s,
+        )  # fmt: skip
         lease = Lease(event.lease, event.session, space, reply)
-        lease.pins = pins
-        begin_lease(state, session, lease, out)
+        lease.pins = self._held_by(lease, pins)
+        if wish.coming:
+            lease.awaited = [(event.from_block + place, pins[place]) for place in wish.coming]
+            # In the order in which they can be read: what is in memory comes first.
+            lease.cold = np.arange(len(pins)) >= len(places)
+        begin_lease(self.state, session, lease, out)
+        wish.give(lease)
 
-    def _count(self, event: AcquireRequested, space: Namespace, blocks: tuple[int, int, int]) -> None:
-        """blocks: (looked up, stored, planned)."""
-        looked_up, stored, planned = blocks
+    def _touch(self, space: Namespace, found: _Found) -> None:
+        """They are used now, while nothing of them is pinned by this lease."""
+        if not found.nodes:
+            return
+        tick = self.state.tick
+        if found.hot and space.policy.remembers:
+            space.policy.used(space, rows_of(list(found.hot.values())))
+        space.table.touched[rows_of(list(found.nodes.values()))] = tick
+        for node in found.hot.values():
+            if not node.held:
+                space.policy.touch_leaf(node, tick)
+
+    def _pin(self, found: _Found) -> dict[int, Pin]:
+        pins: dict[int, Pin] = {}
+        for place, node in found.nodes.items():
+            holder: list[Pin] = []
+            self.remover.pin(node, node.end, holder)
+            pins[place] = holder[0]
+        return pins
+
+    @staticmethod
+    def _held_by(lease: Lease, pins: dict[int, Pin]) -> list[Pin]:
+        """All of them in the lease's own list."""
+        held = list(pins.values())
+        for pin in held:
+            pin.holder = held
+        return held
+
+    def _count(
+        self, event: AcquireRequested, space: Namespace, found: _Found, planned: tuple[int, Miss | None]
+    ) -> Miss | None:
+        """Counts what was looked up and what is missed; answers the first reason. planned: (blocks, why what is on disk
+        is not among them)."""
         tokens = space.block_tokens
         self.state.stats.acquires += 1
         ledger = space.tokens
         total = event.prompt_tokens
         ledger.look_up(total - event.from_block * tokens, total - len(event.keys) // KEY_BYTES * tokens)
-        ledger.miss[Miss.NOT_STORED] += (looked_up - stored) * tokens
-        ledger.miss[Miss.BEYOND_LIMIT] += (stored - planned) * tokens
-
-    def _hold(
-        self, event: AcquireRequested, space: Namespace, nodes: list[Node | None], present: NDArray[np.bool_],
-        pins: list[Pin],
-    ) -> tuple[Run, ...]:  # fmt: skip
-        """Pins and touches every node that is present; answers one run per part and stretch."""
-        tick = self.state.tick
-        runs: list[Run] = []
-        for start, end in _spans(present):
-            rows = _rows(nodes[start:end])
-            if space.policy.remembers:
-                space.policy.used(space, rows)
-            space.table.touched[rows] = tick
-            for node in nodes[start:end]:
-                if node is not None:
-                    if not node.held:
-                        space.policy.touch_leaf(node, tick)
-                    pin_path(node, 1, pins)
-            first, pool = event.from_block + start, self.state.host_pool
-            runs += [read_run(space, part, [rows], first, pool) for part in range(len(space.strides))]
-        return tuple(runs)
+        blocks, why = planned
+        left = len(found.nodes) - blocks
+        misses = (
+            (why or Miss.TIER_OFF, left),
+            (Miss.BEYOND_LIMIT, found.stored - len(found.nodes)),
+            (Miss.NOT_STORED, found.asked - found.stored),
+        )
+        for reason, count in misses:
+            ledger.miss[reason] += count * tokens
+        return next((reason for reason, count in misses if count), None)
 
 
-def _rows(nodes: list[Node | None]) -> Rows:
-    return np.frombuffer(b"".join(node.rows for node in nodes if node is not None), ROW_DTYPE)
-
-
-def _spans(present: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """[start, end) of every run of True."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], present, [False])).astype(np.int8)))
-    return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+def rows_of(nodes: Sequence[Node]) -> Rows:
+    """Rows of nodes of one block each."""
+    return np.frombuffer(b"".join([node.rows for node in nodes]), ROW_DTYPE)

@@ -142,8 +142,12 @@ class Granting:
         grants = tuple(Grant(part, state.host_pool, each) for part, each in slots.items())
         expires_at = now + state.clipped_ttl(event.ttl_s)
         generation = state.next_generation()
+        order = None
+        if patches and (np.diff(blocks.astype(np.int64)) < 0).any():  # it is told in the order of the keys
+            order = np.argsort(blocks)
+            blocks, grants = blocks[order], tuple(Grant(each.part, each.pool, each.slots[order]) for each in grants)
         reply = Reserved(event.reservation, blocks, grants, generation, dict(skipped), expires_at)
-        reservation = Reservation(space, event.session, reply, patches)
+        reservation = Reservation(space, event.session, reply, patches, order)
         state.reservations[event.reservation] = reservation
         session.reservations[event.reservation] = reservation
         state.recent_ends.pop(event.session + event.reservation, None)

@@ -151,7 +151,7 @@ def _check_children(space: Namespace, node: Node) -> None:
     for first, child in children.items():
         _must(child.parent is node, "a child does not know its parent")
         _must(child.edge[:KEY_BYTES] == first, "a child hangs under a wrong key")
-        _must(space.foreign is not None or child.start == node.end, "a child starts where its parent does not end")
+        _must(child.start == node.end, "a child starts where its parent does not end")
     _must(node.children is None or children, "an empty dict of children")
     held = sum(child.is_held for child in children.values())
     _must(node.held == held, f"rule 5: {node.held} children are said to be held, {held} are")

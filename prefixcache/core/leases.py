@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 class Lease:
     """`reply` is kept for a retried Acquire. `ready_end`, `runs`: what it can read by now; `cold`: which planned blocks
     were on disk only; `loads`: what it waits for; `stop`: why the rest will not come. `serial` orders leases: slots
-    that were moved away under a lease come back when every lease that is older than the move has ended."""
+    that were moved away under a lease come back when every lease that is older than the move has ended. In a foreign
+    namespace blocks are counted in the order in which they can be read; `awaited`: places of those to come."""
 
     __slots__ = (
-        "cold", "deadline", "ended", "lease", "loads", "pins", "planned_tokens", "ready_end", "reply", "runs", "serial",
-        "session", "space", "stop",
+        "awaited", "cold", "deadline", "ended", "lease", "loads", "pins", "planned_tokens", "ready_end", "reply",
+        "runs", "serial", "session", "space", "stop",
     )  # fmt: skip
 
     def __init__(self, lease: LeaseId, session: SessionId, space: Namespace, reply: Acquired) -> None:
@@ -41,6 +42,7 @@ class Lease:
         self.ready_end = reply.from_block + reply.ready_blocks
         self.runs = reply.runs
         self.cold: NDArray[np.bool_] | None = None
+        self.awaited: list[tuple[int, Pin]] = []
         self.stop: Miss | None = None
         self.loads: list[Load] = []
         self.deadline = reply.expires_at

@@ -14,7 +14,7 @@ from prefixcache.core.commands import Arrived, CancelReads, Command, ReadRecords
 from prefixcache.core.events import AcquireRequested, ArrivalsCancelled
 from prefixcache.core.ids import NO_SLOT, Slots
 from prefixcache.core.leases import Lease
-from prefixcache.core.loads import Load, Mask, Wish
+from prefixcache.core.loads import Found, Load, Mask, Wish, found_in_path
 from prefixcache.core.meter import ReadMeter
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.policy.tiered import TieredLeaves
@@ -26,7 +26,7 @@ from prefixcache.core.spec import DiskSpec
 from prefixcache.core.state import State
 from prefixcache.core.survey import Counts, Survey
 
-_MARGIN = 1.05  # loading must be faster than computing by so much, as nobody knows the disk's speed exactly
+MARGIN = 1.05  # loading must be faster than computing by so much, as nobody knows the disk's speed exactly
 
 
 class _Plan:
@@ -155,7 +155,7 @@ class Loader:
         """Shortens the wish to what comes in time, if that beats computing."""
         survey, base = plan.survey, plan.base
         computes_s = event.recompute_s_per_token * space.block_tokens
-        self._weigh(space, computes_s)
+        self.weigh(space, computes_s)
         if not self.state.disk.reads_on:
             wish.cut(base, Miss.TIER_OFF)
             return
@@ -167,17 +167,17 @@ class Loader:
         if computes_s and wish.end > base:
             # Everything behind what is in memory would be computed instead.
             lengths = np.arange(survey.first + 1, survey.end + 1)
-            gains = np.where(plan.possible, computes_s * (lengths - base) - _MARGIN * arrives, -1.0)
+            gains = np.where(plan.possible, computes_s * (lengths - base) - MARGIN * arrives, -1.0)
             best = survey.first + int(np.argmax(gains)) + 1 if gains.max() >= 0 else base
             wish.cut(best, Miss.SLOWER_THAN_RECOMPUTE)
         if wish.end > base:
             wish.eta_s = float(arrives[wish.end - survey.first - 1])
 
-    def _weigh(self, space: Namespace, computes_s: float) -> None:
+    def weigh(self, space: Namespace, computes_s: float) -> None:
         """Whether what is on disk is so quickly back that it should leave memory first: faster than this worker
         computes a block."""
         if isinstance(space.policy, TieredLeaves):
-            loads_s = _MARGIN * space.block_bytes / self.meter.bytes_per_s
+            loads_s = MARGIN * space.block_bytes / self.meter.bytes_per_s
             space.policy.clean_first = self.state.disk.reads_on and (not computes_s or loads_s <= computes_s)
 
     def _try_one(self, plan: _Plan, now: float, out: list[Command]) -> None:
@@ -243,7 +243,7 @@ class Loader:
         out: list[Command],
     ) -> Load:  # fmt: skip
         """Begins one load, which takes the pins over."""
-        state, survey, space = self.state, plan.survey, plan.survey.space
+        survey, space = plan.survey, plan.survey.space
         places = np.flatnonzero(np.logical_or.reduce(list(wanted.values())))
         rows = survey.rows[places].astype(np.uint32)
         spread: dict[int, Slots] = {}
@@ -251,18 +251,27 @@ class Loader:
             if len(granted):
                 spread[part] = np.full(len(rows), NO_SLOT, np.uint32)
                 spread[part][wanted[part][places]] = granted
-        found = rows, survey.first + places, plan.keys
-        load = Load(state.disk.next_job(), space, found, spread, state.next_generation())
+        return self.start(space, found_in_path(rows, survey.first + places, plan.keys), spread, pins, now, out)
+
+    def start(
+        self, space: Namespace, found: Found, slots: dict[int, Slots], pins: list[Pin], now: float, out: list[Command]
+    ) -> Load:
+        """Begins a load, which takes the pins over. slots: per part u32[rows], NO_SLOT where it is not read."""
+        state = self.state
+        load = Load(state.disk.next_job(), space, found, slots, state.next_generation())
         for pin in pins:
             pin.holder = load.pins
         load.pins += pins
         self.loads[load.number] = load
-        state.disk.granted_bytes += sum(len(granted) * space.strides[part] for part, granted in slots.items())
+        held = load.held_slots()
+        state.disk.granted_bytes += sum(
+            int(np.count_nonzero(mine != NO_SLOT)) * space.strides[part] for part, mine in slots.items()
+        )
         space.loading.update(dict.fromkeys(load.names(slice(None)), load))
         for number, count in zip(*np.unique(load.records.segments, return_counts=True), strict=True):
             state.disk.segment(int(number)).reads += int(count)
         self.meter.begin(load.size_bytes, now)
-        out.append(SetGenerations(state.host_pool, load.held_slots(), load.generation))
+        out.append(SetGenerations(state.host_pool, held, load.generation))
         out.append(ReadRecords(load.number, state.host_pool, load.records))
         return load
 

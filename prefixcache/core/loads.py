@@ -22,8 +22,14 @@ NOT_READ = 255
 """Stands for a `ReadEnd` until there is one."""
 
 Mask = NDArray[np.bool_]
-Found = tuple[Rows, NDArray[np.int64], bytes]
-"""Rows, where in their path they lie, and the packed keys of the path."""
+Found = tuple[Rows, NDArray[np.int64], NDArray[np.uint8], NDArray[np.uint8]]
+"""Rows, their numbers in their paths, their keys and those in front of them (u8[n, 32] each)."""
+
+
+def found_in_path(rows: Rows, depths: NDArray[np.int64], keys: bytes) -> Found:
+    """Some rows of one path, whose packed keys are `keys`."""
+    packed = np.frombuffer(bytes(KEY_BYTES) + keys, np.uint8).reshape(-1, KEY_BYTES)
+    return rows, depths, packed[depths + 1], packed[depths]
 
 
 class Load:
@@ -68,10 +74,9 @@ class Load:
                 slots[mine] = self.slots[part][owner[mine]]
                 segments[mine], pages[mine] = column.segments[rows], column.pages[rows]
         assert (segments != NO_SEGMENT).all()
-        packed = np.frombuffer(bytes(KEY_BYTES) + found[2], np.uint8).reshape(-1, KEY_BYTES)
-        at = found[1][owner]
-        keys, parents, depths = packed[at + 1].tobytes(), packed[at].tobytes(), at.astype(np.uint32)
-        return Records(space.number, parts, self.rows[owner], slots, segments, pages, keys, parents, depths)
+        _, depths, keys, parents = (each[owner] for each in found)
+        packed = keys.tobytes(), parents.tobytes(), depths.astype(np.uint32)
+        return Records(space.number, parts, self.rows[owner], slots, segments, pages, *packed)
 
     def held_slots(self) -> Slots:
         """Slots that are still its own."""

@@ -18,7 +18,7 @@ from prefixcache.core.ids import KEY_BYTES, NO_SLOT, GroupKind, NamespaceId, Nam
 from prefixcache.core.ledger import TokenLedger
 from prefixcache.core.nodes import NodeIndex
 from prefixcache.core.policy.base import EvictionPolicy
-from prefixcache.core.radix import VISIBLE, Node, RadixTree, count_held
+from prefixcache.core.radix import VISIBLE, Node, Path, RadixTree
 from prefixcache.core.spec import GroupSpec, NamespaceSpec
 from prefixcache.core.table import NO_SEGMENT, BlockTable
 
@@ -31,20 +31,20 @@ _NO_GAP = -(1 << 40)  # in front of every window
 
 
 class ForeignIndex(RadixTree):
-    """Opaque keys: every node is one block, found by its key alone; parents only matter for what may leave."""
+    """Opaque keys: every node is one block, found by its key alone; parents only matter for what may leave. A block's
+    number in its path is how many are in front of it, as far as its parents were told."""
 
     def __init__(self, space: Namespace | None = None) -> None:
         super().__init__(space)
         self.by_key: dict[bytes, Node] = {}
 
-    def add(self, parent: Node | None, key: bytes, row: bytes) -> Node:
-        above = parent or self.root
-        node = Node(self.space, above, 0, key, row)
-        if above.children is None:
-            above.children = {}
-        above.children[key] = node
-        count_held(above, 1)
-        self.by_key[key] = node
+    def add(self, parent: Node | None, key: bytes, row: bytes, *, cold: bool = False) -> Node:
+        """A new block below another one, or alone."""
+        return self.graft(Path([parent], parent.end) if parent is not None else Path([], 0), key, row, cold=cold)
+
+    def graft(self, path: Path, edge: bytes, rows: bytes, *, cold: bool = False) -> Node:
+        """See RadixTree: of one block."""
+        node = self.by_key[edge] = super().graft(path, edge, rows, cold=cold)
         return node
 
     def present(self, keys: bytes) -> list[Node | None]:
@@ -118,11 +118,6 @@ class Namespace:
         """These blocks are about to leave host memory, or sight."""
         for tier, copies in self.copies:
             tier.leave(copies, rows)
-
-    @property
-    def may_use_disk(self) -> bool:
-        """Not where keys are opaque: nothing there says what a block is worth without those in front of it."""
-        return self.foreign is None
 
     @property
     def may_lack_slots(self) -> bool:

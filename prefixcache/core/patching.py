@@ -81,7 +81,7 @@ def _leave_to_others(space: Namespace, rows: Rows, cold: Mask, lacking: dict[int
     part."""
     taken = np.zeros(len(rows), np.bool_)
     for part, lacks in lacking.items():
-        if lacks.any() and (others := _filled_by_others(space, part)):
+        if lacks.any() and (others := filled_by_others(space, part)):
             busy = lacks & np.isin(rows, np.fromiter(others, np.uint32))
             taken |= busy
             lacks &= ~busy
@@ -91,7 +91,7 @@ def _leave_to_others(space: Namespace, rows: Rows, cold: Mask, lacking: dict[int
     return taken
 
 
-def _filled_by_others(space: Namespace, part: int) -> set[int]:
+def filled_by_others(space: Namespace, part: int) -> set[int]:
     """Rows of which a reservation, or a read that somebody waits for, fills this part."""
     others = set(space.patching.get(part, ()))
     others.update(row for (row, which), load in space.loading.items() if which == part and not load.cancelled)

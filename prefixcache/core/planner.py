@@ -18,6 +18,7 @@ from prefixcache.core.demoting import Demoter
 from prefixcache.core.eviction import Evictor
 from prefixcache.core.filling import Filling
 from prefixcache.core.foreign import ForeignGranting
+from prefixcache.core.foreign_loading import ForeignLoader
 from prefixcache.core.freeing import Freer
 from prefixcache.core.granting import Granting
 from prefixcache.core.landing import Lander
@@ -79,6 +80,8 @@ class Planner:
     def _add_disk(self, spec: DiskSpec, room: RoomMaker) -> None:
         self.demoter = self.acquiring.demoter = Demoter(self.state, self.remover, spec)
         self.loader = self.acquiring.loader = Loader(self.state, self.remover, room, spec)
+        self.acquiring.foreign.loader = ForeignLoader(self.state, self.remover, self.loader)
+        self.prefetcher.foreign_loader = self.acquiring.foreign.loader
         self.lander = Lander(self.state, self.remover, self.loader)
         self.prefetcher.loader, self.pinning.prefetcher = self.loader, self.prefetcher
         self.pinning.demoter = self.demoter

@@ -47,7 +47,6 @@ class DiskDrop(StrEnum):
     """Why blocks are not, or no longer, on disk. Counted in blocks."""
 
     UNWRITTEN = "dropped_unwritten"  # left memory before they were written
-    OPAQUE_KEYS = "opaque_keys"  # left memory in a foreign namespace, which has no place on disk
     WITH_PARENT = "with_parent"  # were on disk below one that left
     NOT_WANTED = "not_wanted"  # their segment was freed
     WRITE_FAILED = "write_failed"

@@ -136,10 +136,11 @@ class Recoverer:
             run = [stack.pop()]
             while True:
                 ready = [child for child in told.children.pop(run[-1], ()) if self._is_whole(told, child)]
-                if len(ready) != 1:
+                if len(ready) != 1 or space.foreign is not None:  # there a node is one block
                     break
                 run.append(ready[0])
-            if self._graft(space, told, run, out):
+            graft = self._graft if space.foreign is None else self._graft_key
+            if graft(space, told, run, out):
                 stack += ready
             else:
                 # The front left meanwhile; what would hang from this stays behind and is counted at the end.
@@ -173,6 +174,27 @@ class Recoverer:
         for key, block, row in zip(run, blocks, rows, strict=True):
             told.attached[key] = block.parent, row
         self.state.stats.blocks_recovered += len(run)
+        return True
+
+    def _graft_key(self, space: Namespace, told: _Space, run: list[bytes], out: list[Command]) -> bool:
+        """In a foreign namespace: one block, found by its key, wherever it hangs by now."""
+        assert space.foreign is not None
+        key = run[0]
+        known, parent = space.foreign.by_key.get(key), None
+        block = told.found[key]
+        if known is None and block.parent != _NO_PARENT:
+            parent = space.foreign.by_key.get(block.parent)
+            if parent is None or parent.state != VISIBLE:
+                return False
+        del told.found[key]
+        row = -1  # being written anew
+        if known is None:
+            path = Path([parent], parent.end) if parent is not None else Path([], 0)
+            [row] = self._add(space, path, key, [block])
+        elif known.state == VISIBLE:
+            [row] = self._mark_known(space, Path([known], known.end), 0, [block])
+        told.attached[key] = block.parent, row
+        self.state.stats.blocks_recovered += 1
         return True
 
     def _add_part(self, space: Namespace, key: bytes, row: int, part: int, where: tuple[int, int]) -> None:

@@ -62,8 +62,6 @@ class Remover:
                 gone = sum(self.drop_cold(child) for child in list((node.children or {}).values()))
                 self.state.stats.disk_drops[DiskDrop.UNWRITTEN] += count
                 self.state.stats.disk_drops[DiskDrop.WITH_PARENT] += gone
-        elif self.state.config.disk is not None:
-            self.state.stats.disk_drops[DiskDrop.OPAQUE_KEYS] += count
         self._drop_tail(space, node, count, out)
 
     def _demote_tail(self, space: Namespace, node: Node, count: int) -> None:
@@ -158,6 +156,8 @@ class Remover:
             below.state = DETACHED
             if space.tree.index is not None:
                 space.tree.index.drop(below)
+            if space.foreign is not None:
+                space.foreign.forget(below)
         space.tree.unlink(node)
         return gone
 
@@ -218,7 +218,7 @@ class Remover:
         limbo.held = int(node.is_held)
         node.parent = limbo
         space.limbo.add(limbo)
-        if above.parent is not None and space.foreign is None:
+        if above.parent is not None:
             # Whoever holds something below the cut holds what is above it as well, until now through it.
             for pin in [pin for below in subtree(node) for pin in below.pins or ()]:
                 self.pin(above, above.end, pin.holder)
@@ -327,6 +327,8 @@ class Remover:
 
 
 def _alike(parent: Node, child: Node) -> bool:
-    """Whether a node and its only child may be one."""
+    """Whether a node and its only child may be one; blocks that are found by their keys alone never are."""
+    if parent.space is None or parent.space.foreign is not None:
+        return False
     alone = parent.children is not None and len(parent.children) == 1
     return alone and parent.cold is child.cold and parent.state == child.state == VISIBLE

@@ -31,22 +31,26 @@ class Entry:
 
 
 class Reservation:
-    """See the module's rules. `expired`: keys are free, slots are quarantined."""
+    """See the module's rules. `expired`: keys are free, slots are quarantined. `order`: which entry the reply's blocks
+    are, where that is not their order (in a foreign namespace patches may stand between new blocks)."""
 
     __slots__ = (
-        "birth", "blocks", "covered", "deadline", "ended", "expired", "fresh", "generation", "nodes", "patch_rows",
-        "pins", "reply", "reservation", "session", "slots", "space", "status",
+        "birth", "blocks", "covered", "deadline", "ended", "expired", "fresh", "generation", "nodes", "order",
+        "patch_rows", "pins", "reply", "reservation", "session", "slots", "space", "status",
     )  # fmt: skip
 
-    def __init__(self, space: Namespace, session: SessionId, reply: Reserved, fresh: int) -> None:
+    def __init__(
+        self, space: Namespace, session: SessionId, reply: Reserved, fresh: int, order: NDArray[np.int64] | None = None
+    ) -> None:
         self.space = space
         self.session = session
         self.reservation: ReservationId = reply.reservation
         self.reply = reply
-        self.blocks = reply.blocks
+        self.order = order
+        self.blocks = self._by_entry(reply.blocks)
         self.birth = UNKNOWN_BIRTH
         self.generation = reply.generation
-        self.slots: dict[int, Slots] = {grant.part: grant.slots for grant in reply.grants}
+        self.slots: dict[int, Slots] = {grant.part: self._by_entry(grant.slots) for grant in reply.grants}
         self.fresh = fresh
         self.nodes: dict[Node, int] = {}  # open nodes -> index of their first entry
         self.patch_rows: NDArray[np.uint32] = np.empty(0, np.uint32)
@@ -85,9 +89,8 @@ class Reservation:
                 heads[:] = True
             return
         for piece in coverage:
-            low, high = np.searchsorted(self.blocks, (piece.first_block, piece.first_block + piece.block_count))
             last = None if piece.head_count is None else piece.first_head + piece.head_count
-            covered[piece.part][low:high, piece.first_head : last] = True
+            covered[piece.part][self._entries(piece), piece.first_head : last] = True
 
     def coverage_error(self, coverage: tuple[Coverage, ...]) -> str | None:
         """What is wrong with a coverage, or None."""
@@ -100,8 +103,7 @@ class Reservation:
                 return f"heads {piece.first_head}+{count} are not within the {heads} of part {piece.part}"
             if piece.block_count <= 0 or piece.first_block < 0 or piece.first_block + piece.block_count > NO_SLOT:
                 return "a coverage needs at least one block, all within u32"
-            low, high = np.searchsorted(self.blocks, (piece.first_block, piece.first_block + piece.block_count))
-            if high - low != piece.block_count:
+            if len(self._entries(piece)) != piece.block_count:
                 return f"blocks {piece.first_block}+{piece.block_count} were not all granted"
         return None
 
@@ -113,6 +115,20 @@ class Reservation:
         for part, heads in self._coverage().items():
             whole &= heads.all(axis=1) | (self.slots[part] == NO_SLOT)
         return whole
+
+    def _entries(self, piece: Coverage) -> NDArray[np.int64]:
+        """Which entries a coverage means."""
+        wanted = (piece.first_block, piece.first_block + piece.block_count)
+        low, high = np.searchsorted(self.reply.blocks, wanted).tolist()
+        return np.arange(low, high) if self.order is None else self.order[low:high]
+
+    def _by_entry(self, column: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """A column of the reply, in the order of the entries."""
+        if self.order is None:
+            return column
+        entries = np.empty_like(column)
+        entries[self.order] = column
+        return entries
 
     def _coverage(self) -> dict[int, NDArray[np.bool_]]:
         if self.covered is None:

@@ -93,7 +93,7 @@ class Sessions:
         state = self.state
         strides = tuple(part.stride_bytes for part in spec.parts)
         space = Namespace(number, fingerprint, spec, state.policy_for(strides), state.stats.open_ledger(number))
-        if state.config.disk is not None and space.may_use_disk:
+        if state.config.disk is not None:
             space.use_disk()
         if state.gpus and space.is_plain:
             space.use_gpus(state.gpus.values())

@@ -19,7 +19,7 @@ from prefixcache.server.sessions import Session
 class Lease:
     """A lease: what was acquired, by which session. `tail`: the last key asked for, which names the whole prompt.
 
-    ready_end: blocks from block 0 that can be read by now, in `runs` (of opaque keys some, and the others not at all);
+    ready_end: blocks from block 0 that can be read by now, in `runs` (of opaque keys how many, wherever they stand);
     `stop`: why the rest will not come; `done`: nothing more will be told. Whoever wants to know adds a call to
     `listeners`, quick and without exceptions."""
 
@@ -31,11 +31,16 @@ class Lease:
         self.acquired = acquired
         self.tail = tail
         self.runs = acquired.runs
-        places = acquired.ready_blocks if acquired.present is None else len(acquired.present)
-        self.ready_end = acquired.from_block + places
+        self.ready_end = acquired.from_block + acquired.ready_blocks
         self.stop: Miss | None = None
         self.done = acquired.ready_blocks == acquired.planned_blocks
         self.listeners: list[Callable[[], None]] = []
+
+    @property
+    def places_end(self) -> int:
+        """Behind the last block that can be read by now."""
+        present = self.acquired.present
+        return self.ready_end if present is None else self.acquired.from_block + len(present)
 
     def arrived(self, news: Arrived) -> None:
         """More of it can be read, or nothing more will come."""

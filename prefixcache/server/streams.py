@@ -37,7 +37,7 @@ class StreamCalls:
     def read_blocks(self, session: Session, request: pb.ReadBlocksRequest) -> Iterator[pb.ReadBlocksResponse]:
         """The bytes of leased blocks, block by block, part by part."""
         lease = self._lease(session, request.lease)
-        ready = lease.ready_end
+        ready = lease.places_end
         end = ready if request.blocks == 0 else request.first_block + request.blocks
         if end > ready:
             raise CallError(common.REASON_BAD_ARGUMENT, f"only {ready} blocks are ready, asked was up to {end}")

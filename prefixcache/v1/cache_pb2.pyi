@@ -325,7 +325,7 @@ class AcquireResponse(google.protobuf.message.Message):
     load and no lease to release.
     """
     ready_blocks: builtins.int
-    """Blocks whose slots are ready now, counted from block 0."""
+    """Blocks whose slots are ready now, counted from block 0 (in foreign namespaces: how many of those present)."""
     stop: prefixcache.v1.common_pb2.Reason.ValueType
     """Why the prefix ends where it ends; unspecified when all was found."""
     ttl_ms: builtins.int
@@ -333,7 +333,9 @@ class AcquireResponse(google.protobuf.message.Message):
     eta_ms: builtins.int
     """When the last block of the plan should have come, from now. 0 when all is ready."""
     present: builtins.bytes
-    """For foreign namespaces: one bit per key, least significant first."""
+    """For foreign namespaces: one bit per key, least significant first: what is promised. What of it is in memory is in the
+    runs, the rest comes from disk and is told by Arrivals.
+    """
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[prefixcache.v1.common_pb2.PartRun]:
         """Slots to copy from. Of each part the first blocks may be in a GPU pool that the session maps, those behind them in
@@ -393,7 +395,9 @@ class ArrivalsResponse(google.protobuf.message.Message):
     RUNS_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
     ready_blocks: builtins.int
-    """Blocks ready now, counted from block 0."""
+    """Blocks ready now, counted from block 0. In foreign namespaces how many of those that the acquire said are present;
+    they come in any order, the runs say which.
+    """
     stop: prefixcache.v1.common_pb2.Reason.ValueType
     """Set in the last message when the plan was cut short."""
     @property
@@ -426,7 +430,9 @@ class ReleaseRequest(google.protobuf.message.Message):
     lease: builtins.bytes
     """The lease."""
     used_blocks: builtins.int
-    """Blocks really used, counted from block 0; tokens above count as missed for `reason`."""
+    """Blocks really used, counted from block 0 (in foreign namespaces: how many); tokens above count as missed for
+    `reason`.
+    """
     reason: prefixcache.v1.common_pb2.Reason.ValueType
     """Why not all was used. Unspecified counts as REASON_UNUSED."""
     def __init__(

@@ -103,8 +103,28 @@ def check_planned(
         raise SimError("a worker that would not wait was promised what is on disk")
     if reply.planned_blocks != expected and not cut_short:
         raise SimError(f"{reply.planned_blocks} blocks planned, {expected} are there")
-    if reply.planned_blocks and spec.kind is NamespaceKind.TOKENS:
+    if spec.kind is NamespaceKind.FOREIGN:
+        check_bitmap(space, prompt, reply)
+    elif reply.planned_blocks:
         check_runs(spec, reply, start)
+
+
+def check_bitmap(space: Namespace, prompt: Prompt, reply: Acquired) -> None:
+    """What is promised is there; of what is told, all parts, and exactly what was in memory."""
+    assert reply.present is not None
+    promised = [reply.from_block + place for place in reply.present.nonzero()[0].tolist()]
+    cold = {
+        key: bool(space.on_disk and space.table.cold[row])
+        for rows, keys in visible_nodes(space)
+        for key, row in zip(keys, rows.tolist(), strict=True)
+    }
+    if len(promised) != reply.planned_blocks or any(prompt.key(place) not in cold for place in promised):
+        raise SimError("a bitmap of other keys than are there")
+    ready = {place for place in promised if not cold[prompt.key(place)]}
+    for part in range(len(space.strides)):
+        told = [run.first_block + index for run in reply.runs if run.part == part for index in range(len(run.slots))]
+        if set(told) != ready or len(told) != len(ready) or len(ready) != reply.ready_blocks:
+            raise SimError(f"part {part}: told {told}, in memory are {sorted(ready)}")
 
 
 def longest_restorable(space: Namespace, prompt: Prompt, start: int, limit: int) -> int:

@@ -21,6 +21,9 @@ SPECS = (
     ),
     NamespaceSpec(TOKENS, (GroupSpec(GroupKind.SLIDING, 2 * TOKENS),), (PartSpec(0, HEADS, GRANULE),)),
     NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, HEADS, GRANULE),), NamespaceKind.FOREIGN),
+    NamespaceSpec(
+        TOKENS, (FULL,), (PartSpec(0, HEADS, 2 * GRANULE), PartSpec(0, HEADS, GRANULE)), NamespaceKind.FOREIGN
+    ),
 )
 STEPS = 60
 # What a seed is mostly about: which namespaces it may have, and what goes wrong in it.
@@ -38,7 +41,11 @@ FLAVOURS: dict[str, tuple[list[int], list[str]]] = {
     "gpu_disk": ([0, 1], ["crash", "clear", "disk_trouble", "flush", "fail_part", "lose_device"]),
     "disk": ([0, 1, 0, 1, 2, 3, 4], ["crash"] * 2 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
     "disk_moves": ([0, 1], ["clear", "flush"]),
-    "disk_restarts": ([0, 1], ["crash"] * 3 + ["restart"] * 3 + ["clear", "flush"] * 3 + ["session_trouble"]),
+    "disk_restarts": ([0, 1, 4], ["crash"] * 3 + ["restart"] * 3 + ["clear", "flush"] * 3 + ["session_trouble"]),
+    "disk_foreign": (
+        [4, 5, 4, 5, 0],
+        ["crash"] * 4 + ["restart", "clear", "clear", "disk_trouble", "disk_trouble", "flush", "fail_part"],
+    ),
     "disk_windows": ([2, 2, 3], ["crash"] * 5 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
 }
 

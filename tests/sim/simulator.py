@@ -17,6 +17,7 @@ from prefixcache.core.commands import (
     Arrived,
     CancelReads,
     Change,
+    Cleared,
     Command,
     Committed,
     ComputeChecksum,
@@ -290,11 +291,22 @@ class Simulator:
             event.own_tail, event.gently = self.rng.random() < 0.5, self.rng.random() < 0.7
         replies = self.send(event)
         self.pins.check_eviction(event, replies, before)
+        named = self._named(event, replies)
         for space, visible in self.visible.items():
             gone = before[space] - visible
+            if space == number and self.disk is not None:
+                gone |= named
             if self.disk is not None and keys is None and event.namespace in (None, space):
                 gone |= self.disk.keys_of(space)  # also what was not told yet
             self.cleared.setdefault(space, set()).update(gone)
+
+    def _named(self, event: ClearRequested, replies: list[Command]) -> set[bytes]:
+        """Keys that a clear named, whether anybody knew of them or not."""
+        if event.keys is None or event.own_tail or not any(isinstance(reply, Cleared) for reply in replies):
+            return set()
+        keys = [event.keys[at : at + KEY_BYTES] for at in range(0, len(event.keys), KEY_BYTES)]
+        assert event.namespace is not None
+        return set(keys if self.specs[event.namespace].kind is NamespaceKind.FOREIGN else keys[-1:])
 
     def cut(self) -> None:
         """The end of what somebody reads is cleared."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixcache.core import acquiring, demoting, freeing, landing, patching, radix
+from prefixcache.core import acquiring, arriving, demoting, freeing, landing, patching, radix
 from prefixcache.core.clearing import Clearing
 from prefixcache.core.commands import Command, SetGenerations
 from prefixcache.core.demoting import Demoter
@@ -24,11 +24,12 @@ from prefixcache.core.invariants import InvariantError
 from prefixcache.core.landing import Lander
 from prefixcache.core.loading import Loader
 from prefixcache.core.loads import Load
-from prefixcache.core.namespaces import Namespace
+from prefixcache.core.namespaces import ForeignIndex, Namespace
 from prefixcache.core.nodes import NodeIndex
 from prefixcache.core.policy.tiered import TieredLeaves
 from prefixcache.core.recovering import Recoverer
 from prefixcache.core.removal import Remover
+from prefixcache.core.reservations import Reservation
 from prefixcache.core.survey import Survey
 from prefixcache.core.table import BlockTable
 from tests.sim.fakes import SimError
@@ -36,7 +37,7 @@ from tests.sim.simulator import Simulator
 
 SEEDS = 600
 SEEDS_OF_RARE = 1500
-DISKS = ("disk", "disk_moves", "disk_restarts", "disk_windows")
+DISKS = ("disk", "disk_moves", "disk_restarts", "disk_windows", "disk_foreign")
 
 Patch = pytest.MonkeyPatch
 
@@ -228,7 +229,35 @@ def load_and_store_fill_one_row(patch: Patch) -> None:
 
 
 def blocks_being_stored_again_granted_twice(patch: Patch) -> None:
-    patch.setattr(patching, "_filled_by_others", lambda space, part: set())
+    patch.setattr(patching, "filled_by_others", lambda space, part: set())
+
+
+def keys_found_after_they_left(patch: Patch) -> None:
+    patch.setattr(ForeignIndex, "forget", lambda self, node: None)
+
+
+def keys_recovered_below_an_old_parent(patch: Patch) -> None:
+    right = Recoverer._graft_key
+
+    def wrong(self: Recoverer, space: Namespace, told: Any, run: list[bytes], out: list[Command]) -> bool:
+        assert space.foreign is not None
+        space.foreign.by_key.pop(run[0], None)
+        return right(self, space, told, run, out)
+
+    patch.setattr(Recoverer, "_graft_key", wrong)
+
+
+def unknown_keys_cleared_without_tombstone(patch: Patch) -> None:
+    patch.setattr(Clearing, "_revoke_unknown", lambda self, space, keys, out: None)
+
+
+def keys_told_in_the_wrong_places(patch: Patch) -> None:
+    right = arriving.scattered_runs
+    patch.setattr(arriving, "scattered_runs", lambda space, places, *rest: right(space, places[::-1], *rest))
+
+
+def keys_stored_again_mixed_up_with_new_ones(patch: Patch) -> None:
+    patch.setattr(Reservation, "_by_entry", lambda self, column: column)
 
 
 PLANTED: tuple[Callable[[Patch], None], ...] = (
@@ -261,11 +290,16 @@ PLANTED: tuple[Callable[[Patch], None], ...] = (
     records_forgotten_when_stored_again,
     load_and_store_fill_one_row,
     blocks_being_stored_again_granted_twice,
+    keys_found_after_they_left,
+    keys_recovered_below_an_old_parent,
+    unknown_keys_cleared_without_tombstone,
+    keys_told_in_the_wrong_places,
+    keys_stored_again_mixed_up_with_new_ones,
 )
 
 
 # Shows only where what was cleared is still on disk, and not stored again, at a restart.
-RARE = (cleared_blocks_without_tombstone, cleared_blocks_found_again)
+RARE = (cleared_blocks_without_tombstone, cleared_blocks_found_again, unknown_keys_cleared_without_tombstone)
 
 # What each of these breaks is seen by seeds of one flavour only.
 FLAVOURS_OF: dict[Callable[[Patch], None], tuple[str, ...]] = {
@@ -275,6 +309,11 @@ FLAVOURS_OF: dict[Callable[[Patch], None], tuple[str, ...]] = {
     windows_one_block_short: ("disk_windows",),
     patches_of_cold_blocks_left_cold: ("disk_windows",),
     patches_of_plain_blocks_left_cold: ("disk",),
+    keys_found_after_they_left: ("disk_foreign",),
+    keys_recovered_below_an_old_parent: ("disk_foreign",),
+    unknown_keys_cleared_without_tombstone: ("disk_foreign",),
+    keys_told_in_the_wrong_places: ("disk_foreign",),
+    keys_stored_again_mixed_up_with_new_ones: ("disk_foreign",),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from prefixcache.core.commands import Acquired, Arrived, Reserved, Run
@@ -51,6 +52,9 @@ class Reading:
             raise SimError("a lease is told why it ends before it does")
         if (news.ready_blocks == self.reply.planned_blocks) != (news.done and news.stop is None):
             raise SimError("a lease is told to be done too early, or not at all")
+        if self.reply.present is not None:
+            self._scattered(news)
+            return
         self.runs += news.runs
         for part in {run.part for run in news.runs}:
             first = [run.first_block for run in news.runs if run.part == part]
@@ -58,6 +62,19 @@ class Reading:
             follows = self.reply.from_block + self.ready
             if len(first) != 1 or first[0] < follows or (known and first[0] != follows):
                 raise SimError("what arrived does not follow what was ready")
+        self.ready, self.done = news.ready_blocks, news.done
+
+    def _scattered(self, news: Arrived) -> None:
+        """Of a foreign namespace: blocks that were promised and not told yet, in any order."""
+        fresh, known = _places(news.runs), _places(self.runs)
+        assert self.reply.present is not None
+        promised = {self.reply.from_block + place for place in self.reply.present.nonzero()[0].tolist()}
+        if fresh & known or not {place for _, place in fresh} <= promised:
+            raise SimError("what arrived was not promised, or was there already")
+        self.runs += news.runs
+        parts = {part for part, _ in _places(self.runs)}
+        if len(fresh) != (news.ready_blocks - self.ready) * len(parts):
+            raise SimError("what arrived is miscounted")
         self.ready, self.done = news.ready_blocks, news.done
 
     def copy(self, memories: dict[int, Memory]) -> None:
@@ -78,6 +95,11 @@ class Reading:
             elif content != (expected,) * HEADS:
                 raise SimError(f"wrong bytes in slot {slot}: {content} instead of {expected}")
         return fine
+
+
+def _places(runs: Iterable[Run]) -> set[tuple[int, int]]:
+    """(part, place)."""
+    return {(run.part, run.first_block + index) for run in runs for index in range(len(run.slots))}
 
 
 @dataclass

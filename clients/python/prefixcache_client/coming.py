@@ -6,11 +6,14 @@ and always says why. It must not know tensors.
 
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
+
 from prefixcache.v1 import cache_pb2
 from prefixcache_client.blocks import BlockFormat
 from prefixcache_client.errors import Failure
 from prefixcache_client.reasons import DEADLINE, reason_name
-from prefixcache_client.runs import SlotRun, leased_runs
+from prefixcache_client.runs import SlotRun, foreign_runs, leased_runs
 from prefixcache_client.session import Session, parse, remaining
 
 
@@ -48,8 +51,12 @@ class Coming:
             if news.stop:
                 self.reason = reason_name(news.stop)
             if ready > before:
-                return leased_runs(form, news.runs, range(before, ready), self.blocks.stop)
+                return self._runs(form, news, range(before, ready))
         return []
+
+    def _runs(self, form: BlockFormat, news: cache_pb2.ArrivalsResponse, fresh: range) -> list[SlotRun]:
+        """The slots of `fresh`, checked."""
+        return leased_runs(form, news.runs, fresh, self.blocks.stop)
 
     def _next(self) -> cache_pb2.ArrivalsResponse:
         if self._news is None:
@@ -61,3 +68,20 @@ class Coming:
         if answer is None:
             raise Failure(DEADLINE, "the server told no more")
         return parse(cache_pb2.ArrivalsResponse, answer)
+
+
+class ComingKeys(Coming):
+    """The same of opaque keys, which come in any order: `blocks` only counts them. missing: bool[n], places of those
+    that are promised and not told yet."""
+
+    __slots__ = ("missing",)
+
+    def __init__(
+        self, session: Session, lease: bytes, blocks: range, deadline: float, missing: npt.NDArray[np.bool_]
+    ) -> None:
+        super().__init__(session, lease, blocks, deadline)
+        self.missing = missing
+
+    def _runs(self, form: BlockFormat, news: cache_pb2.ArrivalsResponse, fresh: range) -> list[SlotRun]:
+        """See Coming."""
+        return foreign_runs(form, news.runs, self.missing, len(fresh))

@@ -24,15 +24,16 @@ from prefixcache.identity.keys import foreign_key
 from prefixcache.identity.layout import Layout
 from prefixcache.v1 import cache_pb2
 from prefixcache_client import prefetch, store
+from prefixcache_client.coming import ComingKeys
 from prefixcache_client.errors import Failure, LeaseEndedError, Unreachable
 from prefixcache_client.ids import new_id
 from prefixcache_client.link import Link
 from prefixcache_client.namespace import Namespace, PromptKeys, Secrets
-from prefixcache_client.reasons import LEASE_LOST, NOT_CACHED, UNUSED, reason_name, reason_value
+from prefixcache_client.reasons import DEADLINE, LEASE_LOST, NOT_CACHED, UNUSED, reason_name, reason_value
 from prefixcache_client.results import CopyResult, ForeignLookup, ForeignStore, PrefetchResult
 from prefixcache_client.runs import SlotRun, foreign_runs
 from prefixcache_client.session import Session
-from prefixcache_client.tensors import as_tensors
+from prefixcache_client.tensors import KvTensors, as_tensors
 from prefixcache_client.transport import ACQUIRE, LOOKUP, RELEASE
 
 log = logging.getLogger("prefixcache_client")
@@ -80,7 +81,7 @@ class ForeignCache:
         return b"".join([foreign_key(root, key) for key in keys])
 
     def lookup(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> ForeignLookup:
-        """Which keys are stored, on any tier. Leases nothing and counts as no use."""
+        """Which keys are stored, in memory or on a disk that can be read now. Leases nothing and counts as no use."""
         ns, epoch = self.ns, self.ns.epoch
         nothing = np.zeros(len(keys), np.bool_)
         if not keys or ns.reason_off:
@@ -100,20 +101,38 @@ class ForeignCache:
         return ForeignLookup(present, "" if present.all() else reason_name(answer.stop) or NOT_CACHED)
 
     def prefetch(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> PrefetchResult:
-        """Have what is stored of the keys brought up from slower tiers, for an `acquire` soon."""
+        """Have what is stored of the keys brought up from disk, for an `acquire` soon; leases nothing, never waits."""
         packed = PromptKeys(self.pack(keys), len(keys) * self.ns.block_tokens)
         return prefetch.prefetch(self._link, self.ns, packed, self._timeout_s(timeout_s))
 
     def acquire(
-        self, keys: Sequence[bytes], *, timeout_s: float | None = None, ttl_s: float | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        timeout_s: float | None = None,
+        ttl_s: float | None = None,
+        load_timeout_s: float | None = None,
+        recompute_s_per_token: float = 0.0,
     ) -> "ForeignLease":
-        """Lease those of the keys that are in memory, for a `with`."""
+        """Lease those of the keys that are stored, for a `with`; answers at once, also where some are on disk.
+
+        `load_timeout_s`: how long `copy_to` may wait for keys that are on disk; with 0 only what is in memory is
+        leased. `recompute_s_per_token`: what a miss costs; keys that would come later than that are not leased
+        (`reason` says `slower_than_recompute`). `ttl_s`: how long the copy may take. Never raises because of the cache.
+        """
         ns, epoch, link = self.ns, self.ns.epoch, self._link
         if not keys or ns.reason_off:
             return self._missed(len(keys), ns.reason_off)
         ttl_s = link.options.lease_ttl_s if ttl_s is None else ttl_s
         lease_id, began = new_id(), time.monotonic()
-        request = cache_pb2.AcquireRequest(lease=lease_id, keys=self.pack(keys), ttl_ms=int(ttl_s * _MS))
+        load_timeout_s = link.options.load_timeout_s if load_timeout_s is None else load_timeout_s
+        request = cache_pb2.AcquireRequest(
+            lease=lease_id,
+            keys=self.pack(keys),
+            ttl_ms=int(ttl_s * _MS),
+            deadline_ms=int(load_timeout_s * _MS),
+            recompute_s_per_token=recompute_s_per_token,
+        )
 
         def build(session: Session, deadline: float) -> bytes:
             request.session = session.session_id
@@ -128,20 +147,34 @@ class ForeignCache:
         if not answer.planned_blocks:
             return self._missed(len(keys), reason_name(answer.stop))
         try:
-            present = _bits(answer.present, len(keys))
-            runs = foreign_runs(ns.form, answer.runs, present)
+            grant = self._granted(session, request, answer, began, len(keys))
         except Unreachable as failure:
             link.give_back(session, lease_id)
             return self._missed(len(keys), failure.reason)
-        return self._granted(session, lease_id, began + answer.ttl_ms / _MS, runs, present)
+        present, size = grant.present, ns.block_tokens
+        count = int(np.count_nonzero(present))
+        reason = "" if count == len(keys) else reason_name(answer.stop) or NOT_CACHED
+        link.counters.acquired(count * size, (len(keys) - count) * size, reason or NOT_CACHED, 0)
+        return ForeignLease(link, ns, present, reason, grant)
 
     def _granted(
-        self, session: Session, lease_id: bytes, ends_at: float, runs: list[SlotRun], present: Present
-    ) -> "ForeignLease":
-        size, count = self.ns.block_tokens, int(np.count_nonzero(present))
-        self._link.counters.acquired(count * size, (len(present) - count) * size, NOT_CACHED, 0)
-        grant = _Grant(session, lease_id, ends_at, runs)
-        return ForeignLease(self._link, self.ns, present, "" if count == len(present) else NOT_CACHED, grant)
+        self,
+        session: Session,
+        request: cache_pb2.AcquireRequest,
+        answer: cache_pb2.AcquireResponse,
+        began: float,
+        count: int,
+    ) -> "_Grant":
+        """Raises Unreachable where the server contradicts itself."""
+        present = _bits(answer.present, count)
+        missing, planned = present.copy(), int(np.count_nonzero(present))
+        ready = min(answer.ready_blocks, planned)
+        runs = foreign_runs(self.ns.form, answer.runs, missing, ready)
+        grant = _Grant(session, request.lease, began + answer.ttl_ms / _MS, present, runs)
+        if ready < planned:
+            until = began + request.deadline_ms / _MS
+            grant.coming = ComingKeys(session, request.lease, range(ready, planned), until, missing)
+        return grant
 
     def store(
         self, keys: Sequence[bytes], tensors: Any, *, parents: Sequence[bytes] = (), priority: store.Priority = "normal"
@@ -170,22 +203,28 @@ class ForeignCache:
 class _Grant:
     """What a lease holds on to while it lives."""
 
-    __slots__ = ("ends_at", "lease", "runs", "session")
+    __slots__ = ("coming", "ends_at", "lease", "present", "runs", "session")
 
-    def __init__(self, session: Session, lease: bytes, ends_at: float, runs: list[SlotRun]) -> None:
+    def __init__(
+        self, session: Session, lease: bytes, ends_at: float, present: Present, runs: list[SlotRun]
+    ) -> None:  # fmt: skip
         self.session = session
         self.lease = lease
         self.ends_at = ends_at
+        self.present = present
         self.runs = runs
+        """Of blocks that can be read by now."""
+        self.coming: ComingKeys | None = None
 
 
 class ForeignLease:
     """Some of the keys asked for, valid until it is released or runs out; use it in a `with`. Not for two threads.
 
-    `present`: bool[n], which keys it holds. `reason`: why not all, "" when all.
+    `present`: bool[n], which keys it holds; some of them may still have to come from disk, `copy_to` waits for those.
+    `reason`: why not all, "" when all. `copied`: bool[n], keys whose bytes the last `copy_to` brought, whole and right.
     """
 
-    __slots__ = ("__weakref__", "_grant", "_link", "_lost", "_ns", "_used", "present", "reason")
+    __slots__ = ("__weakref__", "_grant", "_link", "_lost", "_ns", "copied", "present", "reason")
 
     def __init__(self, link: Link, ns: Namespace, present: Present, reason: str, grant: _Grant | None) -> None:
         """Made by ForeignCache only; without `grant` it holds nothing."""
@@ -195,7 +234,7 @@ class ForeignLease:
         self._ns = ns
         self._grant = grant
         self._lost = ""
-        self._used = 0
+        self.copied: Present = np.zeros(len(present), np.bool_)
 
     def __bool__(self) -> bool:
         """Whether it holds anything."""
@@ -216,10 +255,12 @@ class ForeignLease:
             log.warning("a lease of %d blocks was not released; use it in a `with`", int(self.present.sum()))
 
     def copy_to(self, tensors: Any) -> CopyResult:
-        """Copy the blocks that the lease holds to the tensors' blocks of the same positions.
+        """Copy the blocks that the lease holds to the tensors' blocks of the same positions; what comes from disk as it
+        comes, in any order.
 
-        The bytes are valid only if the result is `ok`; otherwise those blocks hold anything. `tokens` are those copied.
-        Raises LeaseEndedError after `release`, ValueError or TypeError for tensors of other sizes.
+        `ok`: all that is `present` was copied. Otherwise `copied` says which keys' bytes are valid (a record was lost
+        or came too late: `reason`); the other blocks hold anything. `tokens` are those copied. Raises LeaseEndedError
+        after `release`, ValueError or TypeError for tensors of other sizes.
         """
         grant = self._grant
         if grant is None:
@@ -227,16 +268,35 @@ class ForeignLease:
                 raise LeaseEndedError("the lease has been released")
             return CopyResult(ok=False, tokens=0, size_bytes=0, reason=self.reason)
         target = as_tensors(tensors)
+        self.copied[:] = False
         try:
-            _check_time(grant)
-            moved = grant.session.path.load(self._ns.form, grant.lease, grant.runs, target)
-            _check_time(grant)
+            moved = self._copy(grant, grant.runs, target)
+            while grant.coming is not None and (fresh := grant.coming.wait(self._ns.form)):
+                grant.runs += fresh
+                moved += self._copy(grant, fresh, target)
         except Failure as failure:
-            self._lost, self._used = failure.reason, 0
+            self.copied[:] = False
+            self._lost = failure.reason
             return CopyResult(ok=False, tokens=0, size_bytes=0, reason=failure.reason)
         self._link.counters.loaded(moved)
-        self._used = int(np.count_nonzero(self.present))
-        return CopyResult(ok=True, tokens=self._used * self._ns.block_tokens, size_bytes=moved)
+        short = grant.coming is not None and bool(grant.coming.blocks)
+        self._lost = (grant.coming.reason or DEADLINE) if short and grant.coming is not None else ""
+        return CopyResult(ok=not short, tokens=self._used * self._ns.block_tokens, size_bytes=moved, reason=self._lost)
+
+    def _copy(self, grant: _Grant, runs: list[SlotRun], target: KvTensors) -> int:
+        """Bytes. Raises Failure where they are not what was leased."""
+        if not runs:
+            return 0
+        _check_time(grant)
+        moved = grant.session.path.load(self._ns.form, grant.lease, runs, target)
+        _check_time(grant)
+        for run in runs:
+            self.copied[run.blocks] = True
+        return moved
+
+    @property
+    def _used(self) -> int:
+        return int(np.count_nonzero(self.copied))
 
     def release(self) -> None:
         """Give the blocks back; a second call does nothing."""

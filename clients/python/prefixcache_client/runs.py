@@ -68,19 +68,29 @@ def leased_runs(
 
 
 def foreign_runs(
-    form: BlockFormat, runs: Iterable[common_pb2.PartRun], present: npt.NDArray[np.bool_]
+    form: BlockFormat, runs: Iterable[common_pb2.PartRun], missing: npt.NDArray[np.bool_], count: int
 ) -> list[SlotRun]:
-    """The runs of an answer about opaque keys: of every part exactly the blocks that are `present` (bool[n]).
+    """The runs of an answer about opaque keys: of every part the same `count` of those that are `missing` yet (bool[n],
+    which is changed).
 
     Raises Unreachable where the server contradicts itself.
     """
     leased = [_run(form, run, _consecutive(run.first_block, len(run.slots) // 4)) for run in runs]
-    wanted = np.flatnonzero(present)
-    for part in form.parts:
-        told = [run.blocks for run in leased if run.part == part.index]
-        if not np.array_equal(np.concatenate(told) if told else wanted[:0], wanted):
-            raise Unreachable(f"the server leased other blocks of part {part.index} than it told")
+    told = [_places(leased, part.index) for part in form.parts]
+    places = told[0]
+    if places.size != count or any(not np.array_equal(each, places) for each in told):
+        raise Unreachable(f"the server leased other blocks than the {count} it told")
+    promised = np.flatnonzero(missing)
+    if not np.isin(places, promised).all() or np.unique(places).size != count:
+        raise Unreachable("the server leased keys that it did not promise, or twice")
+    missing[places] = False
     return leased
+
+
+def _places(runs: Iterable[SlotRun], part: int) -> npt.NDArray[np.int64]:
+    """All blocks of one part."""
+    told = [run.blocks for run in runs if run.part == part]
+    return np.concatenate(told) if told else np.empty(0, np.int64)
 
 
 def granted_runs(form: BlockFormat, grants: Iterable[cache_pb2.PartGrant], blocks: range) -> list[SlotRun]:

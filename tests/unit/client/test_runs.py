@@ -28,12 +28,21 @@ def part_run(part: int, first: int, count: int, *, generations: int | None = Non
 
 def test_opaque_keys_are_leased_as_told() -> None:
     form = BlockFormat(Layout.opaque(4096, 16, "native:a:b"), 16, foreign=True)
-    present = np.array([1, 1, 0, 0, 1], np.bool_)
-    runs = foreign_runs(form, [part_run(0, 0, 2), part_run(0, 4, 1)], present)
-    assert [run.blocks.tolist() for run in runs] == [[0, 1], [4]]
-    for told in ([part_run(0, 0, 2)], [part_run(0, 0, 5)], [part_run(0, 4, 1), part_run(0, 0, 2)], []):
+    missing = np.array([1, 1, 0, 0, 1], np.bool_)
+    runs = foreign_runs(form, [part_run(0, 1, 1), part_run(0, 4, 1)], missing, 2)
+    assert [run.blocks.tolist() for run in runs] == [[1], [4]]
+    assert missing.tolist() == [True, False, False, False, False]
+    for told in ([part_run(0, 0, 2)], []):
         with pytest.raises(Unreachable, match="other blocks"):
-            foreign_runs(form, told, present)
+            foreign_runs(form, told, missing, 1)
+    with pytest.raises(Unreachable, match="did not promise"):
+        foreign_runs(form, [part_run(0, 7, 1)], missing, 1)  # beyond what was asked for
+    with pytest.raises(Unreachable, match="did not promise"):
+        foreign_runs(form, [part_run(0, 2, 1)], missing, 1)  # not there
+    with pytest.raises(Unreachable, match="did not promise"):
+        foreign_runs(form, [part_run(0, 4, 1)], missing, 1)  # told before
+    foreign_runs(form, [part_run(0, 0, 1)], missing, 1)
+    assert not missing.any()
 
 
 def test_a_lease_is_whole() -> None:

@@ -162,12 +162,13 @@ class Reserved:
 @dataclass(slots=True)
 class Committed:
     """stored: blocks that became visible or will when their parent does; dropped: by reason; open_blocks: still to be
-    filled (0 with more=False: the reservation is over)."""
+    filled; over: the reservation is."""
 
     reservation: ReservationId
     stored: int
     dropped: dict[Skip, int]
     open_blocks: int
+    over: bool = False
 
 
 @dataclass(slots=True)
@@ -178,7 +179,8 @@ class Aborted:
 
 @dataclass(slots=True)
 class ReservationEnded:
-    """A reservation ran out or its session ended. quarantined_slots wait for the writer's Commit, Abort or exit."""
+    """A reservation ran out, a session of it ended, or one of several writers gave it up. quarantined_slots wait for
+    the Commit, Abort or exit of all who may still write. session: that which asked first."""
 
     reservation: ReservationId
     session: SessionId

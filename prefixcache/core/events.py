@@ -120,7 +120,8 @@ class ReserveRequested:
 
     keys: the chain from block 0. parents (foreign namespaces only): None, or 32 bytes per key, zeros for no parent.
     part_mask: bit p set = part p will be written. priority (table.LOW, NORMAL, HIGH): of new blocks; those of `keys`
-    that are stored get it as well, if it is higher than theirs.
+    that are stored get it as well, if it is higher than theirs. shared: several sessions fill it, each asking for the
+    same under the same id.
     """
 
     session: SessionId
@@ -132,6 +133,7 @@ class ReserveRequested:
     parents: bytes | None = None
     part_mask: int = ALL_PARTS
     priority: int = NORMAL
+    shared: bool = False
 
 
 @dataclass(slots=True)
@@ -149,8 +151,8 @@ class Coverage:
 
 @dataclass(slots=True)
 class CommitRequested:
-    """Slots were filled. coverage None: all that was granted. more: another commit of this reservation follows (the
-    next rank, the next chunk). Answer: Committed | Refused."""
+    """Slots were filled. coverage None: all that was granted (not where it is shared). more: another commit by this
+    session follows. Answer: Committed | Refused."""
 
     session: SessionId
     reservation: ReservationId
@@ -160,10 +162,12 @@ class CommitRequested:
 
 @dataclass(slots=True)
 class AbortRequested:
-    """The writer gives up and writes no more. What was not made visible comes back. Answer: Aborted | Refused."""
+    """The writer gives up and writes no more. What was not made visible comes back. shared: also where this session
+    has not asked for it, now or later. Answer: Aborted | Refused."""
 
     session: SessionId
     reservation: ReservationId
+    shared: bool = False
 
 
 @dataclass(slots=True)

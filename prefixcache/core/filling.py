@@ -1,8 +1,9 @@
 """Commit, Abort and the end of reservations: what is whole becomes visible, the rest gives its slots back.
 
 Rules: a block is settled (its slots move to the table) when every granted part is covered by all its heads; it is
-visible when its parent is. A mapped writer's slots come back only by its own last word or its process's end: when the
-time is over or the session is gone, the keys are free and the slots are quarantined. A reservation ends once.
+visible when its parent is. Mapped slots come back only by the last word of everybody who may write them, or the end of
+their processes: when the time is over, a session is gone or one of several writers gives up, the keys are free and the
+slots are quarantined. A reservation ends once.
 Must not know: how slots were found (granting does).
 """
 
@@ -23,12 +24,13 @@ from prefixcache.core.commands import (
     ReservationEnded,
 )
 from prefixcache.core.events import AbortRequested, CommitRequested
-from prefixcache.core.ids import NO_SLOT
+from prefixcache.core.ids import NO_SLOT, SessionId
 from prefixcache.core.nodes import run_in
 from prefixcache.core.radix import DETACHED, VISIBLE, WAITING, Node
 from prefixcache.core.reasons import Kind, Refusal, Skip
 from prefixcache.core.removal import Remover
 from prefixcache.core.reservations import Entry, Reservation
+from prefixcache.core.sharing import Sharing, shared_is_over
 from prefixcache.core.slabs import ask_checksum
 from prefixcache.core.state import State
 
@@ -39,72 +41,113 @@ class Filling:
     def __init__(self, state: State, remover: Remover) -> None:
         self.state = state
         self.remover = remover
+        self.sharing = Sharing(state)
 
     def commit(self, event: CommitRequested, out: list[Command]) -> None:
         reservation = self._own(event, Committed, out)
         if reservation is None:
             return
         if reservation.expired:
-            self._commit_expired(reservation, out, more=event.more)
+            self._commit_expired(event, reservation, out)
             return
-        if event.coverage is not None:
-            error = reservation.coverage_error(event.coverage)
-            if error is not None:
-                self._refuse(Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID, error, reservation, out)
-                return
+        error = reservation.coverage_error(event.coverage)
+        if error is not None:
+            self._refuse(Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID, error, reservation, out)
+            return
         reservation.cover(event.coverage)
         whole = reservation.whole(all_covered=event.coverage is None)
-        left = int(np.count_nonzero((reservation.status == Entry.OPEN) & ~whole))
-        if left and not event.more:
-            text = f"{left} granted blocks are not filled; commit them first, or abort"
-            self._refuse(Kind.FAILED_PRECONDITION, Refusal.RESERVATION_INCOMPLETE, text, reservation, out)
-            return
-        if not event.more:
+        if not event.more and reservation.shared is None:
+            left = int(np.count_nonzero((reservation.status == Entry.OPEN) & ~whole))
+            if left:
+                text = f"{left} granted blocks are not filled; commit them first, or abort"
+                self._refuse(Kind.FAILED_PRECONDITION, Refusal.RESERVATION_INCOMPLETE, text, reservation, out)
+                return
             whole[:] = True  # of the orphaned ones, too, the writer is done
         stored, dropped = self._settle(reservation, whole, out)
         self.state.stats.blocks_stored += stored
         self.state.stats.blocks_skipped.update(dropped)
-        reply = Committed(event.reservation, stored, dict(dropped), reservation.open_blocks())
+        over = not event.more and reservation.ends_with(event.session)
+        reply = Committed(event.reservation, stored, dict(dropped), reservation.open_blocks(), over)
         out.append(reply)
         if not event.more:
-            self._finish(reservation, reply, out)
+            self.sharing.last_word(reservation, event.session, reply)
+        if over:
+            self._finish(reservation, out)
 
     def abort(self, event: AbortRequested, out: list[Command]) -> None:
+        if event.shared and self._never_came(event, out):
+            return
         reservation = self._own(event, Aborted, out)
         if reservation is None:
             return
-        reply = Aborted(event.reservation, len(reservation.held_slots()))
-        if not reservation.expired:
-            self._withdraw(reservation)
+        last = reservation.writers == {event.session}
+        reply = Aborted(event.reservation, len(reservation.held_slots()) if last else 0)
         out.append(reply)
-        self._finish(reservation, reply, out)
+        self.sharing.last_word(reservation, event.session, reply)
+        if not last and not reservation.expired:
+            self._close(reservation, Skip.CALLED_OFF, out)
+        elif last:
+            if not reservation.expired:
+                self._withdraw(reservation, Skip.CALLED_OFF)
+            self._finish(reservation, out)
 
     def run_out(self, reservation: Reservation, out: list[Command], *, expired: bool) -> None:
-        """Its time is over, or its session is: keys free, slots quarantined while somebody may still write them."""
+        """Its time is over, or the session of a writer is."""
+        self.state.stats.reservations_expired += expired
+        self._close(reservation, Skip.RAN_OUT if expired else Skip.WRITER_GONE, out)
+
+    def writer_gone(self, reservation: Reservation, session: SessionId, out: list[Command]) -> None:
+        """This writer's process is gone (the reservation has run out before)."""
+        self.sharing.last_word(reservation, session, self._expired(reservation))
+        if not reservation.writers:
+            self._finish(reservation, out)
+
+    def _never_came(self, event: AbortRequested, out: list[Command]) -> bool:
+        """One of several writers gives up before it asked: whoever asks later is told."""
         state = self.state
-        state.stats.reservations_expired += expired
-        self._withdraw(reservation)
+        reservation = state.reservations.get(event.reservation)
+        if reservation is not None and (reservation.shared is None or event.session in reservation.writers):
+            return False
+        if not state.good_id(event.reservation, out) or state.live_session(event.session, out) is None:
+            return True
+        out.append(Aborted(event.reservation, 0))
+        if reservation is None:
+            state.remember_end(b"", event.reservation, shared_is_over(event.reservation))
+        elif not reservation.expired:
+            self._close(reservation, Skip.CALLED_OFF, out)
+        return True
+
+    def _close(self, reservation: Reservation, why: Skip, out: list[Command]) -> None:
+        """Nothing more of it becomes visible: keys free, slots quarantined while somebody may still write them."""
+        state = self.state
+        self._withdraw(reservation, why)
         reservation.expired = True
         reservation.ended = True
         state.deadlines.note_ended()
-        held = len(reservation.held_slots())
-        if held and state.sessions[reservation.session].can_map:
+        for session in sorted(reservation.writers):
+            if not state.sessions[session].can_map:
+                self.sharing.last_word(reservation, session, self._expired(reservation))
+        held = len(reservation.held_slots()) if reservation.writers else 0
+        out.append(ReservationEnded(reservation.reservation, reservation.session, held))
+        if held:
+            reservation.quarantined = True
             state.stats.slots_quarantined += held
-            out.append(ReservationEnded(reservation.reservation, reservation.session, held))
         else:
-            out.append(ReservationEnded(reservation.reservation, reservation.session, 0))
-            self._finish(reservation, self._expired(reservation), out)
+            for session in sorted(reservation.writers):
+                self.sharing.last_word(reservation, session, self._expired(reservation))
+            self._finish(reservation, out)
 
-    def writer_gone(self, reservation: Reservation, out: list[Command]) -> None:
-        """Nobody can write its slots any more (it has run out before)."""
-        self._finish(reservation, self._expired(reservation), out)
-
-    def _commit_expired(self, reservation: Reservation, out: list[Command], *, more: bool) -> None:
+    def _commit_expired(
+        self, event: CommitRequested, reservation: Reservation, out: list[Command]
+    ) -> None:  # fmt: skip
         refusal = self._expired(reservation)
         self.state.stats.refused[refusal.reason] += 1
         out.append(refusal)
-        if not more:  # with more to come, somebody else may still be writing
-            self._finish(reservation, refusal, out)
+        if event.more:  # it may still be writing
+            return
+        self.sharing.last_word(reservation, event.session, refusal)
+        if not reservation.writers:
+            self._finish(reservation, out)
 
     def _settle(
         self, reservation: Reservation, whole: NDArray[np.bool_], out: list[Command]
@@ -261,8 +304,9 @@ class Filling:
         if parent.children is not None and len(parent.children) == 1 and not parent.cold:
             space.tree.join(node)
 
-    def _withdraw(self, reservation: Reservation) -> None:
+    def _withdraw(self, reservation: Reservation, why: Skip) -> None:
         """Frees its keys: what is not settled leaves the tree."""
+        self.state.stats.blocks_skipped[why] += reservation.open_blocks()
         while reservation.nodes:
             node = min(reservation.nodes, key=reservation.nodes.__getitem__)
             self.remover.drop_unfinished(node)
@@ -271,24 +315,21 @@ class Filling:
         reservation.status[unfinished] = Entry.ORPHANED
         self.remover.unpin_all(reservation.pins)
 
-    def _finish(self, reservation: Reservation, outcome: Committed | Aborted | Refused, out: list[Command]) -> None:
-        """The end: every slot it still holds comes back. Keys must be free before."""
+    def _finish(self, reservation: Reservation, out: list[Command]) -> None:
+        """The end: every slot it still holds comes back. Keys must be free before, and last words said."""
         state = self.state
-        session = state.sessions[reservation.session]
         assert not reservation.nodes
-        if reservation.expired:
-            if session.can_map:
-                state.stats.slots_quarantined -= len(reservation.held_slots())
-        else:
+        assert not reservation.writers
+        if reservation.quarantined:
+            state.stats.slots_quarantined -= len(reservation.held_slots())
+        if not reservation.expired:
             reservation.ended = True
             state.deadlines.note_ended()
         self._give_back(reservation, reservation.status != Entry.SETTLED)
         self.remover.unpin_all(reservation.pins)
         del state.reservations[reservation.reservation]
-        del session.reservations[reservation.reservation]
-        if session.ended and not session.reservations:
-            del state.sessions[session.session]
-        state.remember_end(reservation.session, reservation.reservation, outcome)
+        if reservation.shared is not None:
+            state.remember_end(b"", reservation.reservation, shared_is_over(reservation.reservation))
         self.tell_drained(out)
 
     def tell_drained(self, out: list[Command]) -> None:
@@ -321,15 +362,14 @@ class Filling:
         """The reservation if this session may end it; else a refusal, or the answer that a retry missed."""
         state = self.state
         reservation = state.reservations.get(event.reservation)
-        if reservation is not None and reservation.session == event.session:
+        if reservation is not None and event.session in reservation.writers:
             return reservation
-        if reservation is not None:
-            text = "the reservation belongs to another session"
-            state.refuse(out, Kind.PERMISSION_DENIED, Refusal.FOREIGN_SESSION, text, event.reservation)
-            return None
         outcome = state.recent_ends.get(event.session + event.reservation)
         if isinstance(outcome, (answer, Refused)):
             out.append(outcome)
+        elif reservation is not None:
+            text = "the reservation belongs to another session"
+            state.refuse(out, Kind.PERMISSION_DENIED, Refusal.FOREIGN_SESSION, text, event.reservation)
         else:
             text = "no such reservation; it ended or never was"
             state.refuse(out, Kind.NOT_FOUND, Refusal.RESERVATION_UNKNOWN, text, event.reservation)

@@ -35,6 +35,7 @@ from prefixcache.core.reasons import Kind, Refusal, Skip
 from prefixcache.core.removal import Remover
 from prefixcache.core.reservations import Reservation
 from prefixcache.core.room import RoomMaker
+from prefixcache.core.sharing import Sharing
 from prefixcache.core.state import Session, State
 from prefixcache.core.table import HIGH
 
@@ -46,6 +47,7 @@ class Granting:
         self.state = state
         self.remover = remover
         self.room = room
+        self.sharing = Sharing(state)
 
     def reserve(self, event: ReserveRequested, now: float, out: list[Command]) -> None:
         admitted = self.admit(event, out)
@@ -96,36 +98,27 @@ class Granting:
             return None
         session = state.live_session(event.session, out, event.reservation)
         space = state.known_namespace(event.namespace, out, event.reservation) if session is not None else None
-        if session is None or space is None or self._retried(event, space, out):
+        if session is None or space is None or self.sharing.known(event, session, space, out):
             return None
         if not state.good_keys(event.keys, event.from_block, out, event.reservation):
             return None
         if event.part_mask & space.all_mask == 0:
             text = "part_mask names no part of this namespace"
             state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID, text, event.reservation)
-        elif len(session.reservations) >= state.limits.max_reservations_per_session:
-            text = f"a session holds at most {state.limits.max_reservations_per_session} reservations"
-            state.refuse(out, Kind.RESOURCE_EXHAUSTED, Refusal.TOO_MANY, text, event.reservation)
-        else:
+        elif event.shared and space.foreign is not None:
+            text = "opaque keys are stored by one session"
+            state.refuse(out, Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID, text, event.reservation)
+        elif self.sharing.has_room(session, event, out):
             return session, space
         return None
-
-    def _retried(self, event: ReserveRequested, space: Namespace, out: list[Command]) -> bool:
-        """Answers a Reserve whose reservation is there already."""
-        known = self.state.reservations.get(event.reservation)
-        if known is None:
-            return False
-        if known.session == event.session and known.space is space and not known.expired:
-            out.append(known.reply)
-        else:
-            text = "this reservation id is in use for something else, or has expired"
-            self.state.refuse(out, Kind.ALREADY_EXISTS, Refusal.RESERVATION_TAKEN, text, event.reservation)
-        return True
 
     def nothing(self, event: ReserveRequested, plan: Plan, now: float, out: list[Command]) -> None:
         """Answers that no block was granted; there is no reservation then."""
         self.state.stats.blocks_skipped.update(plan.skipped)
-        out.append(Reserved(event.reservation, np.empty(0, np.uint32), (), 0, dict(plan.skipped), now))
+        reply = Reserved(event.reservation, np.empty(0, np.uint32), (), 0, dict(plan.skipped), now)
+        if event.shared:
+            self.state.remember_end(b"", event.reservation, reply)
+        out.append(reply)
 
     def begin(
         self,
@@ -148,6 +141,7 @@ class Granting:
             blocks, grants = blocks[order], tuple(Grant(each.part, each.pool, each.slots[order]) for each in grants)
         reply = Reserved(event.reservation, blocks, grants, generation, dict(skipped), expires_at)
         reservation = Reservation(space, event.session, reply, patches, order)
+        reservation.shared = event if event.shared else None
         state.reservations[event.reservation] = reservation
         session.reservations[event.reservation] = reservation
         state.recent_ends.pop(event.session + event.reservation, None)

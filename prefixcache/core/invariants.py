@@ -302,7 +302,7 @@ def _check_things(state: State) -> None:
     for thing in open_things:
         _must(not thing.ended, "something that ended is kept")
         _must(state.deadlines.next_due <= thing.deadline, "rule 3: a deadline nobody watches")
-    quarantined = sum(len(each.held_slots()) for each in state.reservations.values() if each.expired)
+    quarantined = sum(len(each.held_slots()) for each in state.reservations.values() if each.quarantined)
     _must(quarantined == state.stats.slots_quarantined, "quarantined slots are miscounted")
 
 
@@ -310,8 +310,9 @@ def _check_sessions(state: State) -> None:
     """What has not ended is known to its session, and a session that ended has only quarantine left."""
     leases = {key for session in state.sessions.values() for key in session.leases}
     _must(leases == set(state.leases), "sessions and leases differ")
-    reservations = {key for session in state.sessions.values() for key in session.reservations}
-    _must(reservations == set(state.reservations), "sessions and reservations differ")
+    written = {(key, session.session) for session in state.sessions.values() for key in session.reservations}
+    writers = {(key, writer) for key, each in state.reservations.items() for writer in each.writers}
+    _must(written == writers, "sessions and reservations differ")
     for session in state.sessions.values():
         _must(not session.ended or not session.leases, "an ended session with leases")
         for reservation in session.reservations.values():
@@ -325,6 +326,9 @@ def _check_entries(reservation: Reservation) -> None:
     for node, first in reservation.nodes.items():
         _must(node.owner is reservation and node.state == FILLING, "a reservation fills a node that is not its own")
         filled += range(first, first + node.count)
+    _must(reservation.quarantined == reservation.expired, "slots that expired are not in quarantine, or the reverse")
+    _must(reservation.shared is not None or len(reservation.writers) == 1, "rule 2: other than one writer")
+    _must(bool(reservation.writers or not reservation.expired), "rule 3: a quarantine that nobody ends")
     status = reservation.status.tolist()
     still_open = [place for place in range(reservation.fresh, len(status)) if status[place] == Entry.OPEN]
     _must(sorted(filled) == still_open, "open blocks and filling nodes differ")

@@ -30,7 +30,7 @@ class Miss(StrEnum):
 
 
 class Skip(StrEnum):
-    """Why Reserve did not grant a block, or Commit did not make one visible."""
+    """Why Reserve did not grant a block, or a granted one did not become visible."""
 
     ALREADY_STORED = "already_stored"
     BEING_WRITTEN = "being_written"
@@ -41,6 +41,9 @@ class Skip(StrEnum):
     DRAINING = "draining"
     QUOTA = "quota"  # a bound on blocks per reservation or bytes per session
     ORPHANED = "orphaned"  # its parent left before it could be seen
+    RAN_OUT = "ran_out"  # granted, and not written in time
+    WRITER_GONE = "writer_gone"  # granted, and the session of a writer ended
+    CALLED_OFF = "called_off"  # granted, and a writer gave it up
 
 
 class DiskDrop(StrEnum):

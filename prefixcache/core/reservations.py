@@ -1,8 +1,9 @@
-"""A reservation: slots being filled by one writer, and how far it got.
+"""A reservation: slots being filled by one writer or several, and how far they got.
 
 Rules: its slots belong to it and to nobody else from the grant until its settled blocks' slots move to the table or
-the writer is known to be done. Its blocks are the entries `0..n-1`; first the patches (blocks that are visible and get
-a part they lack), then the fresh ones (new nodes of the tree, in `nodes`). Must not know: the allocator, the policies.
+every writer is known to be done. Its blocks are the entries `0..n-1`; first the patches (blocks that are visible and
+get a part they lack), then the fresh ones (new nodes of the tree, in `nodes`). Must not know: the allocator, the
+policies.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefixcache.core.commands import Reserved
-from prefixcache.core.events import Coverage
+from prefixcache.core.events import Coverage, ReserveRequested
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, ReservationId, SessionId, Slots
 from prefixcache.core.policy.base import UNKNOWN_BIRTH
 from prefixcache.core.radix import Node, Pin
@@ -36,7 +37,8 @@ class Reservation:
 
     __slots__ = (
         "birth", "blocks", "covered", "deadline", "ended", "expired", "fresh", "generation", "nodes", "order",
-        "patch_rows", "pins", "reply", "reservation", "session", "slots", "space", "status",
+        "patch_rows", "pins", "quarantined", "reply", "reservation", "session", "shared", "slots", "space", "status",
+        "writers",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +46,8 @@ class Reservation:
     ) -> None:
         self.space = space
         self.session = session
+        self.writers: set[SessionId] = {session}  # who may still write
+        self.shared: ReserveRequested | None = None  # what was asked for, where several may fill it
         self.reservation: ReservationId = reply.reservation
         self.reply = reply
         self.order = order
@@ -59,6 +63,7 @@ class Reservation:
         self.covered: dict[int, NDArray[np.bool_]] | None = None  # part -> bool[entries, heads]
         self.deadline = reply.expires_at
         self.expired = False
+        self.quarantined = False
         self.ended = False
 
     def keys_at(self, block: int) -> tuple[bytes, bytes]:
@@ -92,19 +97,27 @@ class Reservation:
             last = None if piece.head_count is None else piece.first_head + piece.head_count
             covered[piece.part][self._entries(piece), piece.first_head : last] = True
 
-    def coverage_error(self, coverage: tuple[Coverage, ...]) -> str | None:
+    def ends_with(self, session: SessionId) -> bool:
+        """Whether it is over once this session has said its last word: nobody else may write, nobody is to come."""
+        return self.writers <= {session} and (self.shared is None or not self.open_blocks())
+
+    def coverage_error(self, coverage: tuple[Coverage, ...] | None) -> str | None:
         """What is wrong with a coverage, or None."""
-        for piece in coverage:
-            if piece.part not in self.slots:
-                return f"part {piece.part} is not one of those granted"
-            heads = self.space.spec.parts[piece.part].kv_heads
-            count = heads - piece.first_head if piece.head_count is None else piece.head_count
-            if piece.first_head < 0 or count <= 0 or piece.first_head + count > heads:
-                return f"heads {piece.first_head}+{count} are not within the {heads} of part {piece.part}"
-            if piece.block_count <= 0 or piece.first_block < 0 or piece.first_block + piece.block_count > NO_SLOT:
-                return "a coverage needs at least one block, all within u32"
-            if len(self._entries(piece)) != piece.block_count:
-                return f"blocks {piece.first_block}+{piece.block_count} were not all granted"
+        if coverage is None:
+            return None if self.shared is None else "of a shared reservation say which heads were written"
+        return next((error for piece in coverage if (error := self._piece_error(piece)) is not None), None)
+
+    def _piece_error(self, piece: Coverage) -> str | None:
+        if piece.part not in self.slots:
+            return f"part {piece.part} is not one of those granted"
+        heads = self.space.spec.parts[piece.part].kv_heads
+        count = heads - piece.first_head if piece.head_count is None else piece.head_count
+        if piece.first_head < 0 or count <= 0 or piece.first_head + count > heads:
+            return f"heads {piece.first_head}+{count} are not within the {heads} of part {piece.part}"
+        if piece.block_count <= 0 or piece.first_block < 0 or piece.first_block + piece.block_count > NO_SLOT:
+            return "a coverage needs at least one block, all within u32"
+        if len(self._entries(piece)) != piece.block_count:
+            return f"blocks {piece.first_block}+{piece.block_count} were not all granted"
         return None
 
     def whole(self, *, all_covered: bool) -> NDArray[np.bool_]:

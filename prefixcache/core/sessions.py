@@ -70,7 +70,7 @@ class Sessions:
         if not session.ended:
             self._end(session, out)
         for reservation in list(session.reservations.values()):
-            self.filling.writer_gone(reservation, out)
+            self.filling.writer_gone(reservation, session.session, out)
         state.sessions.pop(session.session, None)  # gone already with its last reservation
         out.append(SessionClosed(session.session, 0))
 

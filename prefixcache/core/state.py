@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from prefixcache.core.commands import Aborted, Change, Command, Committed, Published, Refused
+from prefixcache.core.commands import Aborted, Change, Command, Committed, Published, Refused, Reserved
 from prefixcache.core.deadlines import Deadlines
 from prefixcache.core.disk import Disk
 from prefixcache.core.gpu import GpuTier
@@ -29,6 +29,8 @@ from prefixcache.core.reservations import Reservation
 from prefixcache.core.slots import SlabPool
 from prefixcache.core.spec import PlannerConfig
 from prefixcache.core.telling import news_of, stored_spans
+
+Outcome = Committed | Aborted | Refused | Reserved
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +77,7 @@ class State:
         self.deadlines = Deadlines()
         self.stats = Stats()
         self.expired_leases: OrderedDict[LeaseId, None] = OrderedDict()
-        self.recent_ends: OrderedDict[bytes, Committed | Aborted | Refused] = OrderedDict()
+        self.recent_ends: OrderedDict[bytes, Outcome] = OrderedDict()
         self.tick = 0
         self.serial = 0
         self.generation = config.first_generation
@@ -120,10 +122,9 @@ class State:
         policy = make_policy(self.config.policy, self.clock, self.config.policy_seed)
         return Prioritised(policy, self.clock, self.config.priority_fades_s)
 
-    def remember_end(
-        self, session: SessionId, reservation: ReservationId, outcome: Committed | Aborted | Refused
-    ) -> None:
-        """So that a retried Commit or Abort learns what the first one did."""
+    def remember_end(self, session: SessionId, reservation: ReservationId, outcome: Outcome) -> None:
+        """So that a retried Commit or Abort learns what the first one did; without a session: who comes too late to a
+        shared reservation."""
         self.recent_ends[session + reservation] = outcome
         if len(self.recent_ends) > self.limits.recent_ends:
             self.recent_ends.popitem(last=False)

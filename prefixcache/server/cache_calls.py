@@ -14,7 +14,7 @@ import numpy.typing as npt
 from prefixcache.core import commands as c
 from prefixcache.core import events as e
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT
-from prefixcache.core.reasons import Miss, Skip
+from prefixcache.core.reasons import Miss, Refusal, Skip
 from prefixcache.core.table import HIGH, LOW, NORMAL
 from prefixcache.identity.keys import block_keys
 from prefixcache.server import reasons
@@ -126,11 +126,12 @@ class CacheCalls:
             request.parents or None,
             request.part_mask or e.ALL_PARTS,
             _PRIORITIES.get(request.priority, NORMAL),
+            request.shared,
         )
         with self._owner.lock:
             reserved: c.Reserved = expect(self._owner.call(event), c.Reserved)
             if len(reserved.blocks):
-                self._holdings.reserved(session, namespace, reserved)
+                self._holdings.reserved(session, namespace, reserved, shared=request.shared)
             ttl_ms = max(int((reserved.expires_at - self._owner.now) * 1000), 0)
         return pb.ReserveResponse(
             grants=[_grant(reserved, grant) for grant in reserved.grants],
@@ -151,24 +152,27 @@ class CacheCalls:
         with session.writes, self._owner.lock:
             reservation = self._holdings.reservations.get(request.reservation)
             coverage = None
-            if reservation is not None and reservation.session == session.id:
+            if reservation is not None and session.id in reservation.writers:
                 coverage = _coverage(reservation, request)
                 if not session.can_map:
                     _require_written(reservation, coverage)
             event = e.CommitRequested(session.id, request.reservation, coverage, request.more)
-            committed: c.Committed = expect(self._owner.call(event), c.Committed)
-            if not request.more:
+            reply = self._owner.call(event)
+            if type(reply) is c.Committed and reply.over:
                 self._holdings.ended(request.reservation)
+            elif not request.more and (type(reply) is c.Committed or _is_over(reply)):
+                self._holdings.last_word(request.reservation, session.id)
+            committed: c.Committed = expect(reply, c.Committed)
         return pb.CommitResponse(
-            committed_blocks=committed.stored, dropped=_counts(committed.dropped), done=not request.more
+            committed_blocks=committed.stored, dropped=_counts(committed.dropped), done=committed.over
         )
 
     def abort(self, session: Session, request: pb.AbortRequest) -> pb.AbortResponse:
         """Give a reservation back."""
         with session.writes, self._owner.lock:
             owner = self._holdings.aborting_session(request.reservation, session)
-            expect(self._owner.call(e.AbortRequested(owner, request.reservation)), c.Aborted)
-            self._holdings.ended(request.reservation)
+            expect(self._owner.call(e.AbortRequested(owner, request.reservation, request.shared)), c.Aborted)
+            self._holdings.aborted(request.reservation, owner)
         return pb.AbortResponse()
 
     def lookup(self, session: Session | None, request: pb.LookupRequest) -> pb.LookupResponse:
@@ -250,7 +254,7 @@ def _counts(counts: Any) -> list[common.ReasonCount]:
 def _coverage(reservation: Reservation, request: pb.CommitRequest) -> tuple[e.Coverage, ...] | None:
     """What the commit says was written, as ranges of blocks; None for everything granted."""
     if not request.parts:
-        return None
+        return () if reservation.shared else None
     ranges: list[e.Coverage] = []
     for written in request.parts:
         if len(written.blocks) % 4:
@@ -260,6 +264,10 @@ def _coverage(reservation: Reservation, request: pb.CommitRequest) -> tuple[e.Co
         runs = np.split(blocks, np.flatnonzero(np.diff(blocks.astype(np.int64)) != 1) + 1)
         ranges += [e.Coverage(int(run[0]), len(run), written.part, written.first_head, heads) for run in runs]
     return tuple(ranges)
+
+
+def _is_over(reply: object) -> bool:
+    return type(reply) is c.Refused and reply.reason is Refusal.RESERVATION_EXPIRED
 
 
 def _require_written(reservation: Reservation, coverage: tuple[e.Coverage, ...] | None) -> None:

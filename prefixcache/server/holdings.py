@@ -61,13 +61,15 @@ class Lease:
 
 
 class Reservation:
-    """A reservation: where each (part, block) goes, and which byte ranges came through the server so far."""
+    """A reservation: where each (part, block) goes, and which byte ranges came through the server so far.
 
-    __slots__ = ("_reserved", "_slots", "namespace", "process", "session", "written")
+    writers: sessions that may still write it, by id; shared: others may join them."""
 
-    def __init__(self, session: bytes, process: int, namespace: Namespace, reserved: Reserved) -> None:
-        self.session = session
-        self.process = process
+    __slots__ = ("_reserved", "_slots", "namespace", "shared", "writers", "written")
+
+    def __init__(self, namespace: Namespace, reserved: Reserved, *, shared: bool) -> None:
+        self.shared = shared
+        self.writers: dict[bytes, Session] = {}
         self.namespace = namespace
         self.written: dict[tuple[int, int], Ranges] = {}
         self._reserved = reserved
@@ -138,16 +140,20 @@ class Holdings:
             lease = self.leases[acquired.lease] = Lease(session, namespace, acquired, tail)
         return lease
 
-    def reserved(self, session: Session, namespace: Namespace, reserved: Reserved) -> None:
-        """A reservation was granted (or granted again: a repeated call changes nothing)."""
-        if reserved.reservation in self.reservations:
-            return
-        self.reservations[reserved.reservation] = Reservation(session.id, session.process, namespace, reserved)
+    def reserved(
+        self, session: Session, namespace: Namespace, reserved: Reserved, *, shared: bool = False
+    ) -> None:  # fmt: skip
+        """A reservation was granted, to a further session or again (a repeated call changes nothing)."""
+        known = self.reservations.get(reserved.reservation)
+        if known is None:
+            known = self.reservations[reserved.reservation] = Reservation(namespace, reserved, shared=shared)
+        known.writers[session.id] = session
 
     def ran_out(self, reservation: bytes, held_slots: int) -> None:
-        """A reservation's time or session is over; `held_slots` of it wait for the last word of its writer."""
+        """A reservation's time or session is over; `held_slots` of it wait for the last words of its writers."""
         ended = self.reservations.pop(reservation, None)
         if ended is not None and held_slots:
+            ended.writers = {key: session for key, session in ended.writers.items() if session.can_map}
             self._quarantined[reservation] = ended
 
     def aborting_session(self, reservation: bytes, session: Session) -> bytes:
@@ -156,9 +162,25 @@ class Holdings:
         A worker that lost its connection has no other way to say that it writes there no more.
         """
         held = self._quarantined.get(reservation)
-        if held is not None and held.process and held.process == session.process:
-            return held.session
+        if held is not None and session.process and session.id not in held.writers:
+            for writer, its in held.writers.items():
+                if its.process == session.process:
+                    return writer
         return session.id
+
+    def aborted(self, reservation: bytes, session: bytes) -> None:
+        """This session gave it up, so it is over for all; other writers may still have to say so."""
+        self.reservations.pop(reservation, None)
+        self.last_word(reservation, session)
+
+    def last_word(self, reservation: bytes, session: bytes) -> None:
+        """This session writes there no more."""
+        for held in (self.reservations, self._quarantined):
+            if (found := held.get(reservation)) is not None:
+                found.writers.pop(session, None)
+        quarantined = self._quarantined.get(reservation)
+        if quarantined is not None and not quarantined.writers:
+            del self._quarantined[reservation]
 
     def ended(self, reservation: bytes) -> None:
         """A reservation has ended for good."""
@@ -167,8 +189,8 @@ class Holdings:
 
     def process_exited(self, session: bytes) -> None:
         """Nothing of this session waits any more."""
-        for key in [key for key, each in self._quarantined.items() if each.session == session]:
-            del self._quarantined[key]
+        for reservation in [key for key, each in self._quarantined.items() if session in each.writers]:
+            self.last_word(reservation, session)
 
     def count_by_session(self) -> tuple[dict[bytes, int], dict[bytes, int]]:
         """(leases, reservations) of each session that has any."""
@@ -177,5 +199,6 @@ class Holdings:
         for lease in list(self.leases.values()):
             leases[lease.session] = leases.get(lease.session, 0) + 1
         for reservation in list(self.reservations.values()):
-            reservations[reservation.session] = reservations.get(reservation.session, 0) + 1
+            for writer in list(reservation.writers):
+                reservations[writer] = reservations.get(writer, 0) + 1
         return leases, reservations

@@ -47,6 +47,9 @@ SKIP: Final[Mapping[Skip, pb.Reason.ValueType]] = {
     Skip.DRAINING: pb.REASON_DRAINING,
     Skip.QUOTA: pb.REASON_LIMIT,
     Skip.ORPHANED: pb.REASON_ORPHANED,
+    Skip.RAN_OUT: pb.REASON_RESERVATION_EXPIRED,
+    Skip.WRITER_GONE: pb.REASON_WORKER_GONE,
+    Skip.CALLED_OFF: pb.REASON_CALLED_OFF,
 }
 REFUSAL: Final[Mapping[Refusal, pb.Reason.ValueType]] = {
     Refusal.SESSION_UNKNOWN: pb.REASON_SESSION_UNKNOWN,

@@ -131,7 +131,7 @@ class StreamCalls:
         reservation = self._shell.holdings.reservations.get(reservation_id)
         if reservation is None:
             raise CallError(common.REASON_RESERVATION_UNKNOWN, "the reservation is unknown: ended, or never granted")
-        if reservation.session != session.id:
+        if session.id not in reservation.writers:
             raise CallError(common.REASON_NOT_YOURS, "the reservation belongs to another session")
         return reservation
 

@@ -474,6 +474,7 @@ class ReserveRequest(google.protobuf.message.Message):
     PART_MASK_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     """The session."""
     reservation: builtins.bytes
@@ -494,6 +495,12 @@ class ReserveRequest(google.protobuf.message.Message):
     """How long the blocks should stay, compared with others. Blocks of the request that are stored already get it as well,
     if it is the higher one.
     """
+    shared: builtins.bool
+    """Several sessions fill the reservation, such as the ranks of one engine: each calls Reserve with the same reservation
+    id and otherwise the same request, in any order, and gets the same answer, writes heads that no other writes, and
+    commits those. Who comes when it is over (filled, given up by one of them, out of time) gets FAILED_PRECONDITION.
+    Not in foreign namespaces.
+    """
     def __init__(
         self,
         *,
@@ -506,8 +513,9 @@ class ReserveRequest(google.protobuf.message.Message):
         part_mask: builtins.int = ...,
         ttl_ms: builtins.int = ...,
         priority: global___Priority.ValueType = ...,
+        shared: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["from_block", b"from_block", "keys", b"keys", "namespace_id", b"namespace_id", "parents", b"parents", "part_mask", b"part_mask", "priority", b"priority", "reservation", b"reservation", "session", b"session", "ttl_ms", b"ttl_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["from_block", b"from_block", "keys", b"keys", "namespace_id", b"namespace_id", "parents", b"parents", "part_mask", b"part_mask", "priority", b"priority", "reservation", b"reservation", "session", b"session", "shared", b"shared", "ttl_ms", b"ttl_ms"]) -> None: ...
 
 global___ReserveRequest = ReserveRequest
 
@@ -620,12 +628,13 @@ class CommitRequest(google.protobuf.message.Message):
     reservation: builtins.bytes
     """The reservation."""
     more: builtins.bool
-    """Other ranks will commit more. Without it, a commit that leaves granted bytes unwritten is refused and the
-    reservation stays.
+    """This session will commit more. Without it, a commit that leaves granted bytes unwritten is refused and the
+    reservation stays; of a shared one the session has said its last word, and blocks become visible when other
+    sessions have written the rest.
     """
     @property
     def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WrittenPart]:
-        """What was written; empty means everything granted, all heads."""
+        """What was written; empty means everything granted, all heads; of a shared reservation nothing."""
 
     def __init__(
         self,
@@ -649,7 +658,7 @@ class CommitResponse(google.protobuf.message.Message):
     DROPPED_FIELD_NUMBER: builtins.int
     DONE_FIELD_NUMBER: builtins.int
     committed_blocks: builtins.int
-    """Blocks that became visible by this call."""
+    """Blocks that became visible by this call; of a shared reservation that is the last writer's."""
     done: builtins.bool
     """Whether the reservation has ended."""
     @property
@@ -669,23 +678,29 @@ global___CommitResponse = CommitResponse
 
 @typing.final
 class AbortRequest(google.protobuf.message.Message):
-    """A reservation not wanted any more."""
+    """A reservation not wanted any more. One that is shared is given up for all its writers, whose slots stay reserved until
+    each of them has said so as well.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
     RESERVATION_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     """The session."""
     reservation: builtins.bytes
     """The reservation."""
+    shared: builtins.bool
+    """The reservation is shared, and this session may not have asked for it: who asks for it later is told that it is over."""
     def __init__(
         self,
         *,
         session: builtins.bytes = ...,
         reservation: builtins.bytes = ...,
+        shared: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reservation", b"reservation", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reservation", b"reservation", "session", b"session", "shared", b"shared"]) -> None: ...
 
 global___AbortRequest = AbortRequest
 

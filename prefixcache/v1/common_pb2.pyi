@@ -151,6 +151,8 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """The pin is unknown: never granted, ended, or cleared."""
     REASON_NOT_WORTH_IT: _Reason.ValueType  # 59
     """The eviction policy finds the block worth less than what would have to leave memory for it."""
+    REASON_CALLED_OFF: _Reason.ValueType  # 60
+    """A writer gave up a reservation that it had been granted."""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Why tokens were not served, blocks not stored, or a call refused. Every refusal, drop and miss carries one, and
@@ -250,6 +252,8 @@ REASON_PIN_UNKNOWN: Reason.ValueType  # 58
 """The pin is unknown: never granted, ended, or cleared."""
 REASON_NOT_WORTH_IT: Reason.ValueType  # 59
 """The eviction policy finds the block worth less than what would have to leave memory for it."""
+REASON_CALLED_OFF: Reason.ValueType  # 60
+"""A writer gave up a reservation that it had been granted."""
 global___Reason = Reason
 
 class _GroupKind:

@@ -305,3 +305,58 @@ def _add(llm: Any, name: str, prompt: list[int], max_tokens: int) -> None:
 
     parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+
+
+def settle_ranks(llm: Any) -> None:
+    """As `settle`, for workers in processes of their own."""
+    core, until = _core(llm), time.monotonic() + WAIT_S
+    while core.scheduler.has_requests() or any(core.model_executor.collective_rpc(_is_saving)):
+        core.step_fn()
+        assert time.monotonic() < until, "saves do not end"
+
+
+def stored(llm: Any, prompt: list[int], salt: str) -> list[str]:
+    """The bytes of a prompt's blocks in the daemon, as hex digits."""
+    from prefixcache.identity.keys import block_keys, root_key
+    from prefixcache_client import PromptKeys
+
+    namespace, client = _scheduler(llm)._namespaces[""], _core(llm).scheduler.connector._client
+    root = root_key(namespace.epoch.fingerprint, cache_salt=salt.encode())
+    keys = block_keys(root, prompt, namespace.block_tokens)
+    found = []
+    with client.acquire(namespace, PromptKeys(keys, len(prompt))) as lease:
+        for block in range(lease.tokens // namespace.block_tokens):
+            with lease.view(block) as data:
+                found.append(bytes(data).hex())
+    return found
+
+
+def kill_rank(llm: Any, rank: int, moment: str) -> None:
+    """Have a worker killed in its next store, when its bytes are in the slots, or in its next load."""
+    _core(llm).model_executor.collective_rpc(_arm, args=(rank, moment))
+
+
+def _is_saving(worker: Any) -> bool:
+    return bool(_worker(None).transfers.busy)
+
+
+def _arm(worker: Any, rank: int, moment: str) -> None:
+    import os
+    import signal
+
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    if get_tensor_model_parallel_rank() != rank:
+        return
+    client = _worker(None)._client
+    assert wait_until(client.open)
+
+    def killed(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "load":
+        client.copy_by_ticket = killed
+        return
+    path = client._link.session.path
+    save = path.save
+    path.save = lambda *arguments: (save(*arguments), killed())

@@ -75,7 +75,7 @@ class Engine:
         return self.generate(prompt, max_tokens=max_tokens, **more)[0]
 
     def call(self, name: str, /, **arguments: Any) -> Any:
-        """The answer of a function of `scenarios.py`."""
+        """The answer of a function of `scenarios.py`, or "module:function" of another such module."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([name, arguments]).encode() + b"\n")
         self._process.stdin.flush()

@@ -1,5 +1,6 @@
 """The process behind `vllm_engine.Engine`: one engine, and calls of functions of `scenarios` read from stdin."""
 
+import importlib
 import json
 import os
 import sys
@@ -19,17 +20,21 @@ def main() -> None:
         traceback.print_exc()
         print(json.dumps(["error", repr(error)]), file=answers)
         raise
-    from tests.engines import scenarios
-
     print(json.dumps(["ok", time.monotonic() - began]), file=answers)
     for line in sys.stdin:
         name, arguments = json.loads(line)
         try:
-            print(json.dumps(["ok", getattr(scenarios, name)(llm, **arguments)]), file=answers)
+            print(json.dumps(["ok", _scenario(name)(llm, **arguments)]), file=answers)
         except Exception as error:  # noqa: BLE001 # the test wants to know whatever it is
             traceback.print_exc()
             print(json.dumps(["error", repr(error)]), file=answers)
     llm.llm_engine.engine_core.shutdown()
+
+
+def _scenario(name: str) -> Any:
+    """A function of `scenarios`, or, named "module:function", of another such module."""
+    module, _, function = name.rpartition(":")
+    return getattr(importlib.import_module(f"tests.engines.{module or 'scenarios'}"), function)
 
 
 def engine(request: dict[str, Any]) -> Any:

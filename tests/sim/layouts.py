@@ -33,6 +33,7 @@ FLAVOURS: dict[str, tuple[list[int], list[str]]] = {
     "moves": ([0, 1, 2], ["clear", "fail_part", "session_trouble"]),
     "restarts": ([0, 1, 2, 3, 4], ["restart"] * 3 + ["fail_part"]),
     "patches": ([2, 3], ["clear", "fail_part", "session_trouble"]),
+    "shared": ([0, 1, 2, 3], ["session_trouble"] * 4 + ["clear", "fail_part"]),
     "gpu": ([0, 1, 0, 1, 2, 4], ["clear", "clear", "fail_part", "session_trouble", "lose_device"]),
     "gpu_moves": ([0, 1], ["clear", "session_trouble"]),
     "gpu_cuts": ([0], ["cut"]),
@@ -49,8 +50,9 @@ FLAVOURS: dict[str, tuple[list[int], list[str]]] = {
     "disk_windows": ([2, 2, 3], ["crash"] * 5 + ["clear", "disk_trouble", "disk_trouble", "flush", "fail_part"]),
 }
 
-# For planted bugs that show without GPU pools; those have their own in test_gpu_simulator.
-WITHOUT_GPUS = tuple(flavour for flavour in FLAVOURS if "gpu" not in flavour)
+# For planted bugs that show without GPU pools and shared reservations; those have their own in test_gpu_simulator and
+# test_sharing.
+WITHOUT_GPUS = tuple(flavour for flavour in FLAVOURS if "gpu" not in flavour and flavour != "shared")
 
 
 def chain(letters: str) -> bytes:

@@ -79,6 +79,7 @@ from tests.sim.layouts import FLAVOURS, GRANULE, SPECS, STEPS, TOKENS, chain
 from tests.sim.nonsense import Nonsense
 from tests.sim.pins import Pins
 from tests.sim.priorities import Priorities
+from tests.sim.sharing import Sharing
 from tests.sim.story import tell
 from tests.sim.workers import Prompt, Reading, Worker, Writing
 
@@ -134,6 +135,7 @@ class Simulator:
             self.slabs = self.rng.randint(3, 8)
         self.pins = Pins(self)
         self.priorities = Priorities(self)
+        self.sharing = Sharing(self)
         self.pin_share = self.rng.choice((0.0, 0.5, 0.75, 0.75)) if self.flavour != "gpu_cuts" else 0.0
         self.config = self._config(1)
         self.planner = self._new_planner()
@@ -185,6 +187,8 @@ class Simulator:
         for worker in self.workers:
             self.send(ProcessExited(worker.session))
         self.workers.clear()
+        if self.sharing.tickets:
+            self.now += 10.0  # writers that never came are waited for
         self.send(TimePassed())
         self.check()
         self.settle()  # time that passes may begin writes, loads and moves, also when nobody is there
@@ -224,6 +228,8 @@ class Simulator:
         choices: list[Callable[[Worker], None]] = []
         if not worker.gone:
             choices += [self.acquire, self.acquire, self.reserve, self.reserve]
+            if self.flavour == "shared":
+                choices += [self.sharing.act] * 6
             if self.disk is not None or self.is_gpu:
                 choices += [self.acquire] * 2
         if worker.readings:
@@ -474,14 +480,14 @@ class Simulator:
             Coverage(int(writing.reply.blocks[entry]), 1, part, heads.start, len(heads)) for entry, part, heads in told
         )
         more = bool(writing.todo) and self.rng.random() < 0.8
-        whole = not writing.todo and self.rng.random() < 0.5
+        whole = not writing.todo and self.rng.random() < 0.5 and not writing.shared
         event = CommitRequested(worker.session, name, None if whole else coverage, more=more)
         writing.told = len(writing.done)
         for reply in self.send(event):
             if isinstance(reply, Committed):
-                if reply.open_blocks and not more:
+                if reply.open_blocks and not more and not writing.shared:
                     raise SimError("a commit ended with open blocks")
-                if not more and writing.todo and reply.stored:
+                if not more and writing.todo and reply.stored and not writing.shared:
                     raise SimError("a half-filled reservation was committed")
                 if not more:
                     worker.writings.pop(name, None)

@@ -113,12 +113,13 @@ class Writing:
     told: int = 0  # how many of `done` were committed
     over: bool = False  # the planner ended it
     stopped_until: float = 0.0
+    shared: bool = False
 
-    def plan(self) -> None:
+    def plan(self, heads: Iterable[int] = range(HEADS)) -> None:
         for grant in self.reply.grants:
             for entry, slot in enumerate(grant.slots.tolist()):
                 if slot != NO_SLOT:
-                    self.todo += [(entry, grant.part, range(head, head + 1)) for head in range(HEADS)]
+                    self.todo += [(entry, grant.part, range(head, head + 1)) for head in heads]
 
     def write(self, memory: Memory, piece: tuple[int, int, range]) -> None:
         entry, part, heads = piece

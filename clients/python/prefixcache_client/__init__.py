@@ -21,6 +21,7 @@ from prefixcache_client.handover import LeaseTicket
 from prefixcache_client.lease import Lease
 from prefixcache_client.namespace import Namespace, PromptKeys
 from prefixcache_client.options import ClientOptions
+from prefixcache_client.portions import Portion
 from prefixcache_client.results import (
     CopyResult,
     ForeignLookup,
@@ -57,6 +58,7 @@ __all__ = [
     "Namespace",
     "Pages",
     "PinResult",
+    "Portion",
     "PrefetchResult",
     "PromptKeys",
     "Rows",

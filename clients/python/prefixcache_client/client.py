@@ -29,6 +29,7 @@ from prefixcache_client.lease import Lease
 from prefixcache_client.link import Link
 from prefixcache_client.namespace import Namespace, Prompt, Secrets
 from prefixcache_client.options import ClientOptions
+from prefixcache_client.portions import Portion
 from prefixcache_client.reasons import QUEUE_FULL
 from prefixcache_client.results import CopyResult, LookupResult, PinResult, PrefetchResult, StoreResult
 from prefixcache_client.served import ServedNamespace, fingerprint_of
@@ -222,6 +223,22 @@ class Client:
         tensors that do not fit the layout and for another priority.
         """
         return store.store(self._link, ns, ns.epoch, prompt, tensors, store.wish(from_token, priority))
+
+    def store_portion(
+        self, ns: Namespace, prompt: Prompt, tensors: Any, portion: Portion, from_token: int = 0
+    ) -> StoreResult:  # fmt: skip
+        """As `store`, of a store that several processes of this host make together: writes this one's heads.
+
+        The blocks become visible with the last of them, whose result counts them; the others store 0 blocks. Each must
+        call it, or `give_up`: what one does not write within `options.reservation_ttl_s` is not stored. Raises
+        ValueError also for a portion that does not fit the layout.
+        """
+        portion.check(ns.form)
+        return store.store(self._link, ns, ns.epoch, prompt, tensors, store.wish(from_token, "normal", portion))
+
+    def give_up(self, ns: Namespace, ticket: bytes) -> None:
+        """This process will not store its portion under the ticket; what the others write is dropped. Never waits."""
+        store.give_up(self._link, ns.form, ticket)
 
     def store_later(
         self, ns: Namespace, prompt: Prompt, tensors: Any, *, from_token: int = 0, priority: Priority = "normal"

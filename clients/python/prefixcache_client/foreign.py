@@ -23,7 +23,7 @@ from prefixcache.identity.fingerprint import NamespaceIdentity
 from prefixcache.identity.keys import foreign_key
 from prefixcache.identity.layout import Layout
 from prefixcache.v1 import cache_pb2
-from prefixcache_client import prefetch, store
+from prefixcache_client import lookup, prefetch, store
 from prefixcache_client.coming import ComingKeys
 from prefixcache_client.errors import Failure, LeaseEndedError, Unreachable
 from prefixcache_client.ids import new_id
@@ -98,7 +98,8 @@ class ForeignCache:
             present = _bits(answer.present, len(keys))
         except Failure as failure:
             return ForeignLookup(nothing, failure.reason)
-        return ForeignLookup(present, "" if present.all() else reason_name(answer.stop) or NOT_CACHED)
+        reason = "" if present.all() else reason_name(answer.stop) or NOT_CACHED
+        return ForeignLookup(present, reason, lookup.tiers_here(answer))
 
     def prefetch(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> PrefetchResult:
         """Have what is stored of the keys brought up from disk, for an `acquire` soon; leases nothing, never waits."""

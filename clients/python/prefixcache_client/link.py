@@ -57,7 +57,7 @@ class Link:
         self._held: list[Session] = []
         self._connecting = threading.Lock()
         self._abandoned: deque[tuple[Session, bytes]] = deque(maxlen=_MAX_ABANDONED)
-        self._aborted: deque[bytes] = deque(maxlen=_MAX_ABORTED)
+        self._aborted: deque[tuple[bytes, bool]] = deque(maxlen=_MAX_ABORTED)
         self._closed = False
         self._told: set[str] = set()
         # Leases hold the link, so a session outlives a client that was dropped with a lease of it in use.
@@ -157,19 +157,20 @@ class Link:
         """Release a lease from a destructor: it may run inside any call of this thread, so nothing is sent here."""
         self._abandoned.append((session, lease))
 
-    def abort(self, reservation: bytes) -> None:
-        """Say that this process writes into the reservation no more; without waiting.
+    def abort(self, reservation: bytes, *, shared: bool = False) -> None:
+        """Say that this process writes into the reservation no more; without waiting. `shared`: nor may others, also
+        where this process never asked for it.
 
         It is said again in the next session, for the connection that carried it may just be breaking: until the server
         hears it, or this process exits, the slots are nobody's.
         """
-        self._aborted.append(reservation)
+        self._aborted.append((reservation, shared))
         session = self.session
         if session is not None:
-            self._post_abort(session, reservation)
+            self._post_abort(session, reservation, shared=shared)
 
-    def _post_abort(self, session: Session, reservation: bytes) -> None:
-        request = cache_pb2.AbortRequest(session=session.session_id, reservation=reservation)
+    def _post_abort(self, session: Session, reservation: bytes, *, shared: bool) -> None:
+        request = cache_pb2.AbortRequest(session=session.session_id, reservation=reservation, shared=shared)
         self.post(session, ABORT, request.SerializeToString())
 
     def close(self) -> None:
@@ -219,7 +220,8 @@ class Link:
             self._held.append(session)
             self.counters.connected()
             while self._aborted:
-                self._post_abort(session, self._aborted.popleft())
+                reservation, shared = self._aborted.popleft()
+                self._post_abort(session, reservation, shared=shared)
             return session
         finally:
             self._connecting.release()

@@ -42,6 +42,15 @@ def _ask(link: Link, build: Build, timeout_s: float) -> LookupResult:
     except Failure as failure:
         return LookupResult(0, reason=failure.reason)
     nodes = {node.node: node.tokens for node in answer.nodes}
-    here = next((node for node in answer.nodes if not node.node), cache_pb2.NodeMatch())
-    tiers = {tier: count for tier in _TIERS if (count := getattr(here.tiers, tier))}
-    return LookupResult(nodes.pop("", 0), tiers, nodes, reason_name(answer.stop), here.load_ms / 1000)
+    load_s = _here(answer).load_ms / 1000
+    return LookupResult(nodes.pop("", 0), tiers_here(answer), nodes, reason_name(answer.stop), load_s)
+
+
+def tiers_here(answer: cache_pb2.LookupResponse) -> dict[str, int]:
+    """Tokens by tier on the node that answered."""
+    here = _here(answer)
+    return {tier: count for tier in _TIERS if (count := getattr(here.tiers, tier))}
+
+
+def _here(answer: cache_pb2.LookupResponse) -> cache_pb2.NodeMatch:
+    return next((node for node in answer.nodes if not node.node), cache_pb2.NodeMatch())

@@ -50,10 +50,12 @@ class ForeignStore(StoreResult):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForeignLookup:
-    """What `ForeignCache.lookup` found. `present`: bool[n], the keys that are stored. `reason`: why not all are."""
+    """What `ForeignCache.lookup` found. `present`: bool[n], the keys that are stored. `reason`: why not all are.
+    `tiers`: their tokens by tier."""
 
     present: npt.NDArray[np.bool_]
     reason: str = ""
+    tiers: dict[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.present.any())

@@ -4,6 +4,8 @@ Rules:
 1. A reservation that was granted ends once: by Commit, or by Abort, whatever happens in between.
 2. Nothing is committed unless every byte of it was written into slots that still had their generation afterwards.
 3. Parts whose tensors begin at different blocks (a sliding layer forgets) are reserved apart, the longest first.
+4. Of a store that several processes make together (`portions`) each reserves the same, fills and commits its heads; one
+   that fails gives up all that is left, for nobody else can make it whole.
 
 Whatever goes wrong with the cache is a reason in the result; mistakes in the tensors raise. It must not know sockets.
 """
@@ -15,10 +17,14 @@ import numpy as np
 
 from prefixcache.identity.keys import KEY_BYTES
 from prefixcache.v1 import cache_pb2
+from prefixcache_client.blocks import BlockFormat
 from prefixcache_client.errors import Failure
+from prefixcache_client.handover import NOT_MAPPED
 from prefixcache_client.ids import new_id
 from prefixcache_client.link import Link
 from prefixcache_client.namespace import Epoch, Namespace, Prompt
+from prefixcache_client.paths import MappedPath
+from prefixcache_client.portions import Portion, reservation_id
 from prefixcache_client.reasons import ALREADY_STORED, NEVER_SENT, count_reasons
 from prefixcache_client.results import ForeignStore, StoreResult
 from prefixcache_client.runs import granted_runs
@@ -30,13 +36,16 @@ _MS: Final = 1000
 
 
 class _Share(NamedTuple):
-    """Parts that are stored together: which, for which blocks, and the keys from block 0 to the last of them."""
+    """Parts that are stored together: which, for which blocks, and the keys from block 0 to the last of them. Under
+    which reservation, for how long, and what of them this process writes, None for everything."""
 
     part_mask: int
     blocks: range
     keys: bytes
+    reservation: bytes = b""
     priority: cache_pb2.Priority.ValueType = cache_pb2.PRIORITY_NORMAL
     parents: bytes = b""
+    portion: Portion | None = None
 
 
 class _Outcome(NamedTuple):
@@ -57,17 +66,18 @@ _PRIORITIES: Final[dict[str, cache_pb2.Priority.ValueType]] = {
 
 
 class Wish(NamedTuple):
-    """Where storing begins, and how long the blocks should stay."""
+    """Where storing begins, how long the blocks should stay, and what of them this process writes, None for all."""
 
     from_token: int
     priority: cache_pb2.Priority.ValueType
+    portion: Portion | None = None
 
 
-def wish(from_token: int, priority: str) -> Wish:
+def wish(from_token: int, priority: str, portion: Portion | None = None) -> Wish:
     """What a caller asks for, checked. Raises ValueError."""
     if priority not in _PRIORITIES:
         raise ValueError(f"priority must be one of {', '.join(_PRIORITIES)}, got {priority!r}")
-    return Wish(from_token, _PRIORITIES[priority])
+    return Wish(from_token, _PRIORITIES[priority], portion)
 
 
 def store(link: Link, ns: Namespace, epoch: Epoch, prompt: Prompt, tensors: Any, asked: Wish) -> StoreResult:
@@ -78,9 +88,9 @@ def store(link: Link, ns: Namespace, epoch: Epoch, prompt: Prompt, tensors: Any,
         return StoreResult(0, 0, 0, {ns.reason_off: len(keys) // KEY_BYTES}, ns.reason_off)
     committed, moved, reason = 0, 0, ""
     refused: Counter[str] = Counter()
-    shares = _shares(ns, target, keys, -(-asked.from_token // ns.block_tokens))
-    for share in shares:
-        outcome = _store_share(link, ns, epoch, target, share._replace(priority=asked.priority))
+    shares = _named(_shares(ns, target, keys, -(-asked.from_token // ns.block_tokens)), asked)
+    for place, share in enumerate(shares):
+        outcome = _store_share(link, ns, epoch, target, share)
         # Each share makes other parts of the same blocks visible; a block counts once.
         committed = max(committed, outcome.committed)
         moved += outcome.size_bytes
@@ -88,6 +98,9 @@ def store(link: Link, ns: Namespace, epoch: Epoch, prompt: Prompt, tensors: Any,
         reason = outcome.reason
         if reason:
             refused[reason] += len(share.blocks)
+            if asked.portion is not None:
+                for left in shares[place + 1 :]:
+                    link.abort(left.reservation, shared=True)
             break
     link.counters.stored(committed, moved, refused)
     return StoreResult(committed, committed * ns.block_tokens, moved, dict(refused), reason)
@@ -104,7 +117,8 @@ def store_foreign(
     covered = [target.covers(ns.form, part.index) for part in ns.form.parts]
     if any(each != range(count) for each in covered):
         raise ValueError(f"the tensors must have one block for each of the {count} keys")
-    outcome = _store_share(link, ns, ns.epoch, target, _Share(0, range(count), own, asked.priority, parents))
+    share = _Share(0, range(count), own, new_id(), asked.priority, parents)
+    outcome = _store_share(link, ns, ns.epoch, target, share)
     refused = dict(outcome.refused)
     if outcome.reason:
         refused[outcome.reason] = refused.get(outcome.reason, 0) + count
@@ -129,10 +143,29 @@ def _shares(ns: Namespace, target: KvTensors, keys: bytes, from_block: int) -> l
     return [_Share(0 if mask == every else mask, blocks, keys[: blocks.stop * KEY_BYTES]) for blocks, mask in ordered]
 
 
+def _named(shares: list[_Share], asked: Wish) -> list[_Share]:
+    """The shares of which this process writes something, under the names that all writers have for them."""
+    portion = asked.portion
+    if portion is None:
+        return [share._replace(reservation=new_id(), priority=asked.priority) for share in shares]
+    named = [
+        share._replace(reservation=reservation_id(portion.ticket, number), priority=asked.priority, portion=portion)
+        for number, share in enumerate(shares)
+    ]
+    return [share for share in named if portion.writes(share.part_mask)]
+
+
+def give_up(link: Link, form: BlockFormat, ticket: bytes) -> None:
+    """See Client.give_up."""
+    for number in range(len(form.parts)):
+        link.abort(reservation_id(ticket, number), shared=True)
+
+
 def _store_share(link: Link, ns: Namespace, epoch: Epoch, target: KvTensors, share: _Share) -> _Outcome:
-    reservation = new_id()
+    shared = share.portion is not None
     request = cache_pb2.ReserveRequest(
-        reservation=reservation,
+        reservation=share.reservation,
+        shared=shared,
         keys=share.keys,
         from_block=share.blocks.start,
         parents=share.parents,
@@ -149,13 +182,13 @@ def _store_share(link: Link, ns: Namespace, epoch: Epoch, target: KvTensors, sha
     try:
         session, answer = link.call(RESERVE, cache_pb2.ReserveResponse, build, link.options.store_timeout_s)
     except Failure as failure:
-        if failure.reason not in NEVER_SENT:
-            link.abort(reservation)
+        if shared or failure.reason not in NEVER_SENT:
+            link.abort(share.reservation, shared=shared)
         return _Outcome(0, 0, {}, failure.reason)
     refused = count_reasons(answer.refused)
     if not answer.grants:
         return _Outcome(0, 0, refused)
-    outcome = _fill(link, ns, target, session, answer, (reservation, share))
+    outcome = _fill(link, ns, target, session, answer, share)
     return outcome._replace(refused=dict(Counter(refused) + Counter(outcome.refused)))
 
 
@@ -165,30 +198,37 @@ def _fill(
     target: KvTensors,
     session: Session,
     answer: cache_pb2.ReserveResponse,
-    reserved: tuple[bytes, _Share],
+    share: _Share,
 ) -> _Outcome:
-    (reservation, share), committed = reserved, False
+    portion, committed = share.portion, False
     try:
-        runs = granted_runs(ns.form, answer.grants, share.blocks)
+        runs = granted = granted_runs(ns.form, answer.grants, share.blocks)
+        if portion is not None:
+            if not isinstance(session.path, MappedPath):
+                raise Failure(NOT_MAPPED, "the daemon's memory is not mapped here, and a stream carries whole blocks")
+            runs = portion.of(granted)
         with held(target):
-            moved = session.path.save(ns.form, reservation, runs, target)
-        done = _commit(link, session, reservation)
+            moved = session.path.save(ns.form, share.reservation, runs, target)
+        done = _commit(link, session, share.reservation, [] if portion is None else portion.written(runs))
         committed = True
     except Failure as failure:
         return _Outcome(0, 0, {}, failure.reason)
     finally:
         if not committed:
-            link.abort(reservation)
-    blocks = np.unique(np.concatenate([run.blocks for run in runs]))
+            link.abort(share.reservation, shared=portion is not None)
+    blocks = np.unique(np.concatenate([run.blocks for run in granted]))
     whole = blocks if done.committed_blocks == blocks.size else None
     return _Outcome(done.committed_blocks, moved, count_reasons(done.dropped), blocks=whole)
 
 
-def _commit(link: Link, session: Session, reservation: bytes) -> cache_pb2.CommitResponse:
+def _commit(
+    link: Link, session: Session, reservation: bytes, parts: list[cache_pb2.WrittenPart]
+) -> cache_pb2.CommitResponse:  # fmt: skip
     def build(now: Session, deadline: float) -> bytes:
         if now is not session:
             raise Failure("reservation_unknown", "the session that held the reservation has ended")
-        return cache_pb2.CommitRequest(session=session.session_id, reservation=reservation).SerializeToString()
+        request = cache_pb2.CommitRequest(session=session.session_id, reservation=reservation, parts=parts)
+        return request.SerializeToString()
 
     _, done = link.call(COMMIT, cache_pb2.CommitResponse, build, link.options.store_timeout_s)
     return done

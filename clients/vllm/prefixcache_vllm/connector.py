@@ -21,9 +21,10 @@ from prefixcache_vllm.identity import CannotShareError, EngineIdentity, engine_i
 from prefixcache_vllm.options import Options, read_options
 from prefixcache_vllm.orders import StepOrders
 from prefixcache_vllm.packing import Packing, PageShape, UnknownFormError, cpu_packing
+from prefixcache_vllm.ranks import Rank
 from prefixcache_vllm.scheduler import SchedulerSide
 from prefixcache_vllm.stats import PrefixCacheMetrics, PrefixCacheStats, metrics_page, stats_of
-from prefixcache_vllm.worker import Ended, Rank, WorkerSide
+from prefixcache_vllm.worker import Ended, WorkerSide
 
 log = logging.getLogger("prefixcache_vllm")
 

@@ -26,7 +26,7 @@ class Confirmations(_CARRIER or object):  # type: ignore[misc] # a base that old
         self._numbers.extend(events)
 
     def aggregate(self) -> "Confirmations":
-        """See the base class. One worker of a model stores."""
+        """See the base class. Of the ranks that store together one says that it is visible."""
         return self
 
     def increment_workers(self, count: int = 1) -> None:

@@ -25,6 +25,7 @@ from prefixcache.identity.model import namespace_from_hf
 from prefixcache.identity.tensors import TensorFileError
 from prefixcache.identity.weights import weights_digest
 from prefixcache_vllm.options import Options
+from prefixcache_vllm.ranks import Rank, splits
 
 # Ways to load weights that end in what the checkpoint's files say.
 _FROM_FILES: Final = {"auto", "hf", "safetensors", "fastsafetensors", "mistral", "instanttensor"}
@@ -202,7 +203,9 @@ def _check_layout(layout: Layout, specs: Iterable[_Spec], ranks: int) -> None:
         group = by_layer.get(spec.layer)
         if group is None:
             continue  # a draft model's: computed anew, and verified by the model's own
-        heads = max(1, group.kv_heads // ranks)
+        if not splits(group.kv_heads, ranks):
+            raise CannotShareError("kv_heads_not_divisible", f"{group.kv_heads} KV heads on {ranks} ranks")
+        heads = len(Rank(0, ranks).holds(group.kv_heads))
         size = group.k_dim  # MLA: the latent; else K and V alike
         if (spec.heads, spec.head_size) != (heads, size) or spec.itemsize * 8 != DTYPE_BITS[group.dtype]:
             raise CannotShareError(

@@ -34,7 +34,7 @@ class LoadOrder:
 class SaveOrder:
     """Store blocks [first_block, end_block) out of these pages. `keys`: packed keys of blocks 0 to end_block - 1.
 
-    `number`: what it is confirmed by.
+    `number`: what it is confirmed by. `ticket`: what the ranks store it under together, each its heads.
     """
 
     request_id: str
@@ -44,6 +44,7 @@ class SaveOrder:
     end_block: int
     pages: tuple[PageRun, ...]
     number: int = 0
+    ticket: bytes = b""
 
 
 @dataclass(slots=True)

@@ -9,17 +9,21 @@ Rules:
 Axes as in prefixcache_offload.engine: b page, t token, h KV head, d value, c component.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
 
-Packing = Literal["plain", "k_transposed"]
-"""`k_transposed`: K of a page and head is kept as [value, token], V as [token, value] (vLLM's AVX2 and AVX-512)."""
+Packing = Literal["plain", "k_transposed", "amx"]
+"""How vLLM's CPU keeps K and V of a page and head. `k_transposed` (AVX2, AVX-512): K as [value, token], V as [token,
+value]. `amx`: K as [token / 16, value / 2, 16, 2], V as [value / 16, token / 2, 16, 2], as matrix units read them."""
 
 View = tuple[torch.Tensor, str, Literal["k", "v", "kv"]]
 
 _PAIR: Final = 2
+_TILE: Final = 16
+CPU_PACKINGS: Final[tuple[Packing, ...]] = ("k_transposed", "amx", "plain")
 
 
 class UnknownFormError(ValueError):
@@ -50,7 +54,7 @@ def layer_views(tensor: torch.Tensor, shape: PageShape, packing: Packing = "plai
                 return [(tensor, axes, "k")]
     elif dims[1:] == (heads, tokens, dim + shape.v_dim):
         return [(tensor, "bhtd", "kv")] if packing == "plain" else _regions(tensor, shape, packing)
-    elif len(dims) == len("cbhtd") and heads != tokens:
+    elif len(dims) == len("cbhtd") and (heads != tokens or tensor.device.type != "cpu"):
         return _pairs(tensor, shape, packing)
     raise _unknown(tensor, shape, packing)
 
@@ -59,8 +63,9 @@ def _pairs(tensor: torch.Tensor, shape: PageShape, packing: Packing) -> list[Vie
     """Forms with an axis for K and V."""
     by_heads, by_tokens = (shape.heads, shape.tokens, shape.k_dim), (shape.tokens, shape.heads, shape.k_dim)
     dims = tuple(tensor.shape)
-    if dims[0] == _PAIR and dims[2:] == by_heads:
-        return [_unpacked(tensor[0], packing, "k"), _unpacked(tensor[1], "plain", "v")]
+    alike = by_heads == by_tokens  # then off the CPU, where every backend of vLLM's states tokens first
+    if dims[0] == _PAIR and dims[2:] == by_heads and not alike:
+        return [_unpacked(tensor[0], packing, "k"), _unpacked(tensor[1], packing, "v")]
     if packing == "plain":
         if dims[0] == _PAIR and dims[2:] == by_tokens:
             return [(tensor, "cbthd", "kv")]
@@ -81,21 +86,33 @@ def _regions(tensor: torch.Tensor, shape: PageShape, packing: Packing) -> list[V
     if tensor.stride(3) != 1 or tensor.stride(2) != shape.k_dim + shape.v_dim or shape.k_dim != shape.v_dim:
         raise UnknownFormError("kv_cache_form", f"pages with strides {tensor.stride()}")
     region = (pages, heads, shape.tokens, shape.k_dim)
-    plain = (page_stride, head_stride, shape.k_dim, 1)
-    transposed = (page_stride, head_stride, 1, shape.tokens)
+    strides = (page_stride, head_stride, shape.k_dim, 1)
     start = tensor.storage_offset()
-    k = torch.as_strided(tensor, region, transposed if packing == "k_transposed" else plain, start)
-    v = torch.as_strided(tensor, region, plain, start + shape.tokens * shape.k_dim)
-    return [(k, "bhtd", "k"), (v, "bhtd", "v")]
+    k = torch.as_strided(tensor, region, strides, start)
+    v = torch.as_strided(tensor, region, strides, start + shape.tokens * shape.k_dim)
+    return [_unpacked(k, packing, "k"), _unpacked(v, packing, "v")]
 
 
 def _unpacked(pages: torch.Tensor, packing: Packing, holds: Literal["k", "v"]) -> View:
-    if packing == "plain":
+    """What is in `pages` [page, head, token, value], whose values of a page and head lie together in some order."""
+    if packing == "plain" or (packing == "k_transposed" and holds == "v"):
         return pages, "bhtd", holds
     page, head, token, value = pages.stride()
-    if value != 1 or token != pages.shape[3]:
+    tokens, dim = pages.shape[2:]
+    inner: tuple[int, ...]
+    if value != 1 or token != dim:
         raise UnknownFormError("kv_cache_form", f"pages with strides {pages.stride()}")
-    return torch.as_strided(pages, pages.shape, (page, head, 1, pages.shape[2]), pages.storage_offset()), "bhtd", holds
+    if packing == "k_transposed":
+        inner, axes = (dim, tokens), "bhdt"
+    elif dim % _TILE or tokens % _TILE:
+        raise UnknownFormError("kv_cache_form", f"pages of {tokens} tokens of {dim} values are not made of tiles")
+    elif holds == "k":
+        inner, axes = (tokens // _TILE, dim // _PAIR, _TILE, _PAIR), "bhtdtd"
+    else:
+        inner, axes = (dim // _TILE, tokens // _PAIR, _TILE, _PAIR), "bhdtdt"
+    steps = [math.prod(inner[place + 1 :]) for place in range(len(inner))]
+    view = torch.as_strided(pages, (*pages.shape[:2], *inner), (page, head, *steps), pages.storage_offset())
+    return view, axes, holds
 
 
 def cpu_packing(dtype: torch.dtype, shape: PageShape, cache_dtype: str) -> Packing:
@@ -113,11 +130,22 @@ def cpu_packing(dtype: torch.dtype, shape: PageShape, cache_dtype: str) -> Packi
         (1, shape.heads, shape.tokens, 2 * shape.k_dim), dtype=torch.uint8 if quantised else dtype
     )  # fmt: skip
     _write_page(page, key, value, cache_dtype)
-    for packing in ("k_transposed", "plain"):
-        (k, _, _), (v, _, _) = _regions(page, shape, packing)
-        if _alike(k[0].view(stored), key) and _alike(v[0].view(stored), value):
+    for packing in CPU_PACKINGS:
+        try:
+            k, v = (_by_token(view).view(stored) for view in _regions(page, shape, packing))
+        except UnknownFormError:
+            continue
+        if _alike(k, key) and _alike(v, value):
             return packing
     raise UnknownFormError("cpu_packing", "pages of this instruction set are packed in a way that is not known")
+
+
+def _by_token(view: View) -> torch.Tensor:
+    """The first page of a view, as [head, token, value]."""
+    page, axes = view[0][0], view[1][1:]
+    places = [place for letter in "htd" for place, each in enumerate(axes) if each == letter]
+    lengths = [math.prod(page.shape[place] for place, each in enumerate(axes) if each == letter) for letter in "htd"]
+    return page.permute(places).reshape(lengths)
 
 
 def _alike(kept: torch.Tensor, written: torch.Tensor) -> bool:

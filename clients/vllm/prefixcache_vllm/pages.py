@@ -22,6 +22,7 @@ from prefixcache_offload.engine import Job
 from prefixcache_offload.paged import PagedCache, PagedTensor, Stretch
 from prefixcache_vllm.orders import PageRun
 from prefixcache_vllm.packing import View
+from prefixcache_vllm.ranks import Rank
 
 NULL_PAGE = 0
 
@@ -50,8 +51,8 @@ PagedParts = Sequence[Sequence[PartPages]]
 """By part."""
 
 
-def describe_layers(form: BlockFormat, layers: Mapping[int, LayerPages], first_head: int = 0) -> PagedParts:
-    """The layers' tensors as parts of a block; `first_head`: this rank's first KV head in it.
+def describe_layers(form: BlockFormat, layers: Mapping[int, LayerPages], rank: Rank) -> PagedParts:
+    """The layers' tensors as parts of a block: this rank's heads of it.
 
     Raises ValueError for tensors that do not fit the layout, KeyError for a layer that is not there.
     """
@@ -61,7 +62,8 @@ def describe_layers(form: BlockFormat, layers: Mapping[int, LayerPages], first_h
         found = []
         for (group, _), run in itertools.groupby(members, key=lambda member: (member[1].group, member[1].page_tokens)):
             tensors = [PagedTensor(*view, position) for position, layer in run for view in layer.views]
-            found.append(PartPages(PagedCache(shape, tensors, first_head=first_head), group))
+            first = rank.holds(shape.kv_heads).start
+            found.append(PartPages(PagedCache(shape, tensors, first_head=first), group))
         parts.append(found)
     return parts
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 from prefixcache.identity.fingerprint import NamespaceIdentity
 from prefixcache.identity.keys import KEY_BYTES, Extra, root_key
 from prefixcache_client import Namespace
+from prefixcache_client.ids import new_id
 from prefixcache_vllm.announcing import Announcements, StoredBlocks
 from prefixcache_vllm.asking import Asker, Hint, Question
 from prefixcache_vllm.book import Entry, Limits, Phase, RequestBook
@@ -290,6 +291,7 @@ class SchedulerSide:
             blocks.stop,
             self._pages(table, blocks.start * size, blocks.stop * size),
             self._number,
+            new_id(),
         )
         self._number += 1
         orders.saves.append(order)

@@ -73,9 +73,11 @@ class Counts:
 class Transfers:
     """See the rules above. `load`, `save`, `let_go`, `ended` and `saving` are called by one thread, the engine's."""
 
-    def __init__(self, save_queue: int, prepare: Callable[[], object]) -> None:
-        """`prepare`: called once by the loading thread before its first load."""
+    def __init__(self, save_queue: int, prepare: Callable[[], object], *, counts_refusals: bool = True) -> None:
+        """`prepare`: called once by the loading thread before its first load. `counts_refusals`: blocks that the daemon
+        does not want are counted here, and not by another rank, which is told the same."""
         self._prepare = prepare
+        self._counts_refusals = counts_refusals
         self._save_queue = save_queue
         self._loads: queue.SimpleQueue[tuple[str, Load, float] | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[SaveTask | None] = queue.SimpleQueue()
@@ -112,16 +114,17 @@ class Transfers:
             except queue.Empty:
                 return found
 
-    def save(self, request_id: str, blocks: int, save: Save, number: int = 0) -> None:
-        """Have a save done, unless too many wait already. `number`: see `take_visible`."""
+    def save(self, request_id: str, blocks: int, save: Save, number: int = 0) -> bool:
+        """Have a save done, unless too many wait already; whether it will be. `number`: see `take_visible`."""
         with self._lock:
             if self._waiting_count >= self._save_queue:
                 self._counts.not_saved_blocks[QUEUE_FULL] += blocks
-                return
+                return False
             task = SaveTask(request_id, blocks, save, number=number)
             self._waiting.setdefault(request_id, []).append(task)
             self._waiting_count += 1
         self._saves.put(task)
+        return True
 
     def saving(self, request_id: str) -> bool:
         """Whether a save of the request has not ended."""
@@ -196,7 +199,8 @@ class Transfers:
         with self._lock:
             self._counts.saved_blocks += result.stored_blocks
             self._counts.save_bytes += result.size_bytes
-            self._counts.not_saved_blocks.update(result.refused)
+            if self._counts_refusals or result.reason:
+                self._counts.not_saved_blocks.update(result.refused)
             if result.stored_blocks + result.refused.get(ALREADY_STORED, 0) >= task.blocks:
                 self._visible.append(task.number)
             left = self._waiting[task.request_id]

@@ -12,12 +12,12 @@ It must not know vLLM; connector calls it with plain data.
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from prefixcache.identity.fingerprint import NamespaceIdentity
-from prefixcache_client import Client, CopyResult, Namespace, PromptKeys, StoreResult
+from prefixcache_client import Client, CopyResult, Namespace, Portion, PromptKeys, StoreResult
 from prefixcache_client.blocks import BlockFormat
 from prefixcache_vllm.counting import Numbers, worker_numbers
 from prefixcache_vllm.fences import Fence
@@ -25,19 +25,10 @@ from prefixcache_vllm.identity import EngineIdentity
 from prefixcache_vllm.orders import LoadOrder, PageRun, SaveOrder, StepOrders
 from prefixcache_vllm.packing import Packing, PageShape, UnknownFormError, View, layer_views
 from prefixcache_vllm.pages import NULL_PAGE, LayerPages, PagedParts, PagedSpan, describe_layers
+from prefixcache_vllm.ranks import Rank
 from prefixcache_vllm.transfers import Load, Save, SaveTask, Transfers
 
-TENSOR_PARALLEL: Final = "tensor_parallel"
-
 log = logging.getLogger("prefixcache_vllm")
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """This worker among those of one model."""
-
-    number: int = 0
-    count: int = 1
 
 
 @dataclass(slots=True)
@@ -67,8 +58,9 @@ class WorkerSide:
         self._client = client
         self._engine = engine
         self._rank = rank
-        self._transfers = Transfers(save_queue, client.open)
+        self._transfers = Transfers(save_queue, client.open, counts_refusals=rank.number == 0)
         self._form = BlockFormat(engine.identity.layout, engine.identity.block_tokens)
+        self._stored_heads = tuple(rank.stores(shape.kv_heads) for shape in self._form.shapes)
         self._layers: dict[int, LayerPages] = {}
         self._parts: PagedParts = ()
         self._namespaces: dict[bytes, Namespace] = {}
@@ -93,7 +85,7 @@ class WorkerSide:
             for number, group in enumerate(self._engine.groups):
                 for name, layer in group.layers.items():
                     spec = shapes[layer]
-                    heads = max(1, spec.kv_heads // self._rank.count)
+                    heads = len(self._rank.holds(spec.kv_heads))
                     shape = PageShape(heads, group.page_tokens, spec.k_dim, spec.v_dim)
                     views = layer_views(kv_caches[name], shape, packing)
                     self._layers[layer] = LayerPages(views, number, group.page_tokens)
@@ -102,7 +94,7 @@ class WorkerSide:
             self.reason_off = error.reason
             return
         try:
-            self._parts = describe_layers(self._form, self._layers, self._first_head)
+            self._parts = describe_layers(self._form, self._layers, self._rank)
         except (ValueError, KeyError) as error:
             log.warning("prefixcache is off in this worker: %s", error)
             self.reason_off = "layers_mismatch"
@@ -130,7 +122,9 @@ class WorkerSide:
             if self._staging and not self.reason_off:
                 source = self._staged(order)
             work = self._save_work(order, namespace, source, Fence.here(self._any_tensor()))
-            self._transfers.save(order.request_id, order.end_block - order.first_block, work, order.number)
+            blocks = order.end_block - order.first_block
+            if not self._transfers.save(order.request_id, blocks, work, order.number):
+                self._give_up(order, namespace)
         self._closing |= orders.closing
 
     def let_go(self, orders: StepOrders) -> None:
@@ -173,13 +167,18 @@ class WorkerSide:
         first, end = order.first_block * size, order.end_block * size
 
         def work(task: SaveTask) -> StoreResult:
+            if not any(self._stored_heads):
+                return StoreResult(0, 0, 0, {})
             if self.reason_off:
+                self._give_up(order, namespace)
                 return StoreResult(0, 0, 0, {self.reason_off: task.blocks}, self.reason_off)
-            if self._rank.count > 1:
-                return StoreResult(0, 0, 0, {TENSOR_PARALLEL: task.blocks}, TENSOR_PARALLEL)
+            keys = PromptKeys(order.keys, end)
             span = PagedSpan(source.parts, source.pages, first, end, hold=task.hold)
             with fence.after():
-                return self._client.store(namespace, PromptKeys(order.keys, end), span, from_token=first)
+                if self._rank.count == 1:
+                    return self._client.store(namespace, keys, span, from_token=first)
+                portion = Portion(order.ticket, self._stored_heads)
+                return self._client.store_portion(namespace, keys, span, portion, first)
 
         return work
 
@@ -195,7 +194,7 @@ class WorkerSide:
                 copied = tensor.index_select(at, ids[layer.group].to(tensor.device))
                 views.append((torch.cat((blank, copied), at), axes, holds))
             layers[number] = LayerPages(views, layer.group, layer.page_tokens)
-        parts = describe_layers(self._form, layers, self._first_head)
+        parts = describe_layers(self._form, layers, self._rank)
         return _Source(parts, tuple(_renumbered(run) for run in order.pages))
 
     def _note_load(self, request_id: str, result: CopyResult, ended: Ended) -> None:
@@ -214,11 +213,10 @@ class WorkerSide:
             self._namespaces[fingerprint] = namespace
         return namespace
 
-    @property
-    def _first_head(self) -> int:
-        """This rank's first KV head in a block; ranks that share a head read the same one."""
-        heads = self._engine.identity.layout.groups[0].kv_heads
-        return self._rank.number * heads // self._rank.count
+    def _give_up(self, order: SaveOrder, namespace: Namespace) -> None:
+        """The other ranks need not wait for this one's heads."""
+        if self._rank.count > 1 and any(self._stored_heads):
+            self._client.give_up(namespace, order.ticket)
 
     def _any_tensor(self) -> torch.Tensor | None:
         return next((layer.views[0][0] for layer in self._layers.values()), None)

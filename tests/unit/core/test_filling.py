@@ -22,7 +22,7 @@ def test_nothing_is_visible_before_the_commit() -> None:
     h = Harness()
     reserved = h.reserve("ab")
     assert h.hit("ab") == 0
-    assert h.commit(reserved) == Committed(reserved.reservation, 2, {}, 0)
+    assert h.commit(reserved) == Committed(reserved.reservation, 2, {}, 0, over=True)
     assert h.hit("ab") == 2
 
 

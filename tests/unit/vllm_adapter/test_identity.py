@@ -116,6 +116,21 @@ def test_ranks_keep_their_heads(folder: Path) -> None:
     assert engine_identity(config, kv_config(heads=1), Options()).identity == one.identity
 
 
+@pytest.mark.parametrize(("heads", "ranks"), [(2, 3), (6, 4), (2, 5)])
+def test_heads_that_ranks_cannot_split(folder: Path, heads: int, ranks: int) -> None:
+    config = config_of(folder, parallel_config__tensor_parallel_size=ranks)
+    config.model_config.hf_config |= {"num_attention_heads": 2 * heads, "num_key_value_heads": heads}
+    with pytest.raises(CannotShareError) as error:
+        engine_identity(config, kv_config(heads=max(1, heads // ranks)), Options())
+    assert error.value.reason == "kv_heads_not_divisible"
+
+
+def test_ranks_that_have_the_same_head(folder: Path) -> None:
+    config = config_of(folder, parallel_config__tensor_parallel_size=4)
+    one = engine_identity(config_of(folder), kv_config(), Options())
+    assert engine_identity(config, kv_config(heads=1), Options()).identity == one.identity
+
+
 def test_epochs_are_never_the_same(folder: Path) -> None:
     identity = engine_identity(config_of(folder), kv_config(), Options()).identity
     later = [in_new_epoch(identity).fingerprint() for _ in range(2)]

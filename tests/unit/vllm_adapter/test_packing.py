@@ -1,8 +1,11 @@
 """Forms of KV cache tensors: those that are known are covered by test_pages, others are refused."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from prefixcache_vllm import packing
 from prefixcache_vllm.packing import PageShape, UnknownFormError, layer_views
 
 SHAPE = PageShape(2, 32, 64, 64)
@@ -40,3 +43,62 @@ def test_strided_pages_are_not_taken_for_packed_ones() -> None:
 def test_mla_is_one_head_without_v(dims: tuple[int, ...]) -> None:
     ((_, axes, holds),) = layer_views(torch.zeros(dims), PageShape(1, 16, 576, 0))
     assert (axes.replace("1", ""), holds) == ("btd", "k")
+
+
+@pytest.mark.parametrize("dims", [(2, 10, 16, 16, 64), (10, 2, 16, 16, 64)])
+def test_off_the_cpu_tokens_come_before_heads(dims: tuple[int, ...]) -> None:
+    ((_, axes, holds),) = layer_views(torch.zeros(dims, device="meta"), PageShape(16, 16, 64, 64))
+    assert (axes, holds) == ("cbthd" if dims[0] == 2 else "bcthd", "kv")
+
+
+# vLLM's operation per instruction set: where it keeps value d of token t of a page of `tokens` tokens of `dim` values.
+Place = Callable[[int, int, int, int], int]
+AMX_K: Place = lambda t, d, tokens, dim: ((t // 16) * (dim // 2) + d // 2) * 32 + (t % 16) * 2 + d % 2  # noqa: E731
+AMX_V: Place = lambda t, d, tokens, dim: (d // 16) * tokens * 16 + (t // 2) * 32 + (d % 16) * 2 + t % 2  # noqa: E731
+BY_TOKEN: Place = lambda t, d, tokens, dim: t * dim + d  # noqa: E731
+BY_VALUE: Place = lambda t, d, tokens, dim: d * tokens + t  # noqa: E731
+NEON: Place = lambda t, d, tokens, dim: (t // 8) * dim * 8 + d * 8 + t % 8  # noqa: E731
+
+
+def writes(k_place: Place, v_place: Place) -> Callable[..., None]:
+    """An operation that packs so, in place of vLLM's."""
+
+    def write(page: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache_dtype: str) -> None:
+        _, heads, tokens, double = page.shape
+        dim = double // 2
+        flat = page.view(heads, 2, tokens * dim)
+        for which, (source, place) in enumerate(((key, k_place), (value, v_place))):
+            stored = source.to(torch.float8_e4m3fn).view(torch.uint8) if cache_dtype == "fp8" else source
+            at = torch.tensor([[place(t, d, tokens, dim) for d in range(dim)] for t in range(tokens)])
+            flat[:, which][:, at.reshape(-1)] = stored.transpose(0, 1).reshape(heads, -1)
+
+    return write
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize(
+    ("k_place", "v_place", "expected"),
+    [(AMX_K, AMX_V, "amx"), (BY_VALUE, BY_TOKEN, "k_transposed"), (BY_TOKEN, BY_TOKEN, "plain")],
+    ids=["amx", "avx", "plain"],
+)
+def test_a_packing_is_found_by_trying(
+    monkeypatch: pytest.MonkeyPatch, cache_dtype: str, k_place: Place, v_place: Place, expected: str
+) -> None:
+    monkeypatch.setattr(packing, "_write_page", writes(k_place, v_place))
+    assert packing.cpu_packing(torch.bfloat16, SHAPE, cache_dtype) == expected
+
+
+@pytest.mark.parametrize(("k_place", "v_place"), [(NEON, NEON), (AMX_K, BY_TOKEN), (AMX_V, AMX_K)])
+def test_a_packing_that_is_not_known_is_not_guessed(
+    monkeypatch: pytest.MonkeyPatch, k_place: Place, v_place: Place
+) -> None:
+    monkeypatch.setattr(packing, "_write_page", writes(k_place, v_place))
+    with pytest.raises(UnknownFormError) as error:
+        packing.cpu_packing(torch.bfloat16, SHAPE, "auto")
+    assert error.value.reason == "cpu_packing"
+
+
+@pytest.mark.parametrize(("tokens", "dim"), [(24, 64), (32, 40)])
+def test_pages_that_are_not_made_of_tiles(tokens: int, dim: int) -> None:
+    with pytest.raises(UnknownFormError):
+        layer_views(torch.zeros(4, 2, tokens, 2 * dim), PageShape(2, tokens, dim, dim), "amx")

@@ -15,8 +15,9 @@ from prefixcache_offload.units import SLOT_GRANULE
 from prefixcache_vllm.orders import PageRun, page_run
 from prefixcache_vllm.packing import PageShape, layer_views
 from prefixcache_vllm.pages import NULL_PAGE, LayerPages, PagedSpan, describe_layers
+from prefixcache_vllm.ranks import Rank
 
-HEADS, DIM, LAYERS, TOKENS = 2, 8, 2, 448
+HEADS, DIM, LAYERS, TOKENS = 2, 16, 2, 448
 FORM = BlockFormat(Layout.of(LayerGroup(GroupKind.FULL, tuple(range(LAYERS)), HEADS, DIM, DIM, "float32")), 64)
 STRIDE = -(-FORM.block_bytes // SLOT_GRANULE)
 
@@ -44,18 +45,19 @@ class Pages:
         shapes = {
             "fused": (count + 4, HEADS, size, 2 * DIM),
             "packed": (count + 4, HEADS, size, 2 * DIM),
+            "amx": (count + 4, HEADS, size, 2 * DIM),
             "pair_first": (2, count + 4, size, HEADS, DIM),
             "pair_second": (count + 4, 2, size, HEADS, DIM),
         }
         self.tensors = [torch.zeros(shapes[form]) for _ in range(LAYERS)]
         shape = PageShape(HEADS, size, DIM, DIM)
-        packing = "k_transposed" if form == "packed" else "plain"
+        packing = {"packed": "k_transposed", "amx": "amx"}.get(form, "plain")
         self.form = form
         layers = {
             i: LayerPages(layer_views(tensor, shape, packing), 0, size)  # type: ignore[arg-type] # a literal
             for i, tensor in enumerate(self.tensors)
         }
-        self.parts = describe_layers(FORM, layers)
+        self.parts = describe_layers(FORM, layers, Rank())
 
     def token(self, layer: int, token: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of K and V of one token, [head, value], written down without the code under test."""
@@ -66,20 +68,25 @@ class Pages:
             flat = tensor[page].reshape(HEADS, 2 * self.size * DIM)
             k = flat[:, : self.size * DIM].view(HEADS, DIM, self.size)[:, :, at]
             return k, flat[:, self.size * DIM :].view(HEADS, self.size, DIM)[:, at]
+        if self.form == "amx":
+            k, v = tensor[page].reshape(HEADS, 2, self.size * DIM).unbind(1)
+            k = k.view(HEADS, self.size // 16, DIM // 2, 16, 2)[:, at // 16, :, at % 16]
+            v = v.view(HEADS, DIM // 16, self.size // 2, 16, 2)[:, :, at // 2, :, at % 2]
+            return k, v
         pair = tensor[:, page] if self.form == "pair_first" else tensor[page]
         return pair[0, at], pair[1, at]
 
     def write(self, kv: Values) -> None:
         for layer, token in itertools.product(range(LAYERS), range(TOKENS)):
             k, v = self.token(layer, token)
-            k.copy_(torch.from_numpy(kv[layer, 0, token]))
-            v.copy_(torch.from_numpy(kv[layer, 1, token]))
+            k.copy_(torch.from_numpy(kv[layer, 0, token]).reshape(k.shape))
+            v.copy_(torch.from_numpy(kv[layer, 1, token]).reshape(v.shape))
 
     def read(self) -> Values:
         kv = np.zeros((LAYERS, 2, TOKENS, HEADS, DIM), np.float32)
         for layer, token in itertools.product(range(LAYERS), range(TOKENS)):
             k, v = self.token(layer, token)
-            kv[layer, 0, token], kv[layer, 1, token] = k.numpy(), v.numpy()
+            kv[layer, 0, token], kv[layer, 1, token] = k.reshape(HEADS, DIM).numpy(), v.reshape(HEADS, DIM).numpy()
         return kv
 
     def span(self, first: int, end: int, *, partial: bool) -> PagedSpan:
@@ -99,7 +106,7 @@ def pool_of(blocks: Values | None) -> tuple[npt.NDArray[np.uint8], npt.NDArray[n
 
 
 SIZES = (16, 32, 48, 64, 80, 128, 256)
-FORMS = ("fused", "packed", "pair_first", "pair_second")
+FORMS = ("fused", "packed", "amx", "pair_first", "pair_second")
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,0 +1,61 @@
+"""What each of several processes writes of one store, such as the tensor-parallel ranks of one engine.
+
+Rules:
+1. All processes store the same blocks of the same prompt under one ticket, each the KV heads that no other writes. A
+   block becomes visible when every head of it was written and committed.
+2. A process that cannot write its portion gives the ticket up (`Client.give_up`, or a store that fails does it). Then,
+   or when one dies or is too slow, nothing that is not whole becomes visible.
+3. Only memory that is mapped is written so: a stream carries whole blocks.
+
+It must not know what a rank is, nor calls.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+from prefixcache.v1 import cache_pb2
+from prefixcache_client.blocks import BlockFormat
+from prefixcache_client.ids import ID_BYTES
+from prefixcache_client.runs import SlotRun
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """`ticket`: 16 bytes, the same for all processes, and for this store only. `heads`: by part of a block, the KV
+    heads that this process writes; empty where it writes none of the part."""
+
+    ticket: bytes
+    heads: tuple[range, ...]
+
+    def check(self, form: BlockFormat) -> None:
+        """Raises ValueError for a portion that this layout does not have."""
+        if len(self.ticket) != ID_BYTES:
+            raise ValueError(f"a ticket is {ID_BYTES} bytes, got {len(self.ticket)}")
+        if form.coder is not None:
+            raise ValueError("coded blocks are stored by one process")
+        if len(self.heads) != len(form.shapes):
+            raise ValueError(f"heads must name one range for each of the {len(form.shapes)} parts")
+        for heads, shape in zip(self.heads, form.shapes, strict=True):
+            if heads.step != 1 or heads.start < 0 or heads.stop > shape.kv_heads:
+                raise ValueError(f"{heads} are not within the {shape.kv_heads} KV heads of a part")
+
+    def writes(self, part_mask: int) -> bool:
+        """Whether it holds anything of these parts; 0: of any."""
+        return any(heads and (not part_mask or part_mask >> part & 1) for part, heads in enumerate(self.heads))
+
+    def of(self, runs: list[SlotRun]) -> list[SlotRun]:
+        """The slots of which it writes something."""
+        return [run for run in runs if self.heads[run.part]]
+
+    def written(self, runs: list[SlotRun]) -> list[cache_pb2.WrittenPart]:
+        """What it has written, for a commit."""
+        parts = sorted({run.part for run in runs})
+        return [
+            cache_pb2.WrittenPart(part=part, first_head=self.heads[part].start, heads=len(self.heads[part]))
+            for part in parts
+        ]
+
+
+def reservation_id(ticket: bytes, number: int) -> bytes:
+    """The reservation that stands for the ticket's `number`-th group of parts that are reserved together."""
+    return ticket if not number else hashlib.sha256(ticket + number.to_bytes(4, "little")).digest()[:ID_BYTES]

@@ -10,7 +10,7 @@ Rules:
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from prefixcache.identity.fingerprint import NamespaceIdentity
@@ -129,12 +129,7 @@ class SchedulerSide:
         orders, self._orders = self._orders, StepOrders()
         scheduled = scheduler_output.num_scheduled_tokens
         if self._saves:
-            for request_id, count in scheduled.items():
-                request = self._requests.get(request_id)
-                entry = self.book.get(request_id)
-                if request is not None and entry is not None:
-                    computed = request.num_computed_tokens + count
-                    self._save(orders, entry, request, computed, self._tables.get(request_id))
+            self._save_scheduled(orders, scheduled)
         orders.leaving = self._leaving(scheduler_output)
         self._running = (self._running - orders.leaving).union(scheduled)
         orders.closing, self._closing = frozenset(self._closing), set()
@@ -269,13 +264,28 @@ class SchedulerSide:
         if have < request.num_tokens:
             entry.chain.add(request.all_token_ids[have:])
 
+    def _save_scheduled(self, orders: StepOrders, scheduled: Mapping[str, int]) -> None:
+        """Order what becomes whole in this step. Nearly every request of nearly every step only decodes a token: that
+        must cost next to nothing, and vLLM's tables, which are made when they are asked for, are left alone."""
+        size = self._options.block_tokens
+        for request_id, count in scheduled.items():
+            request, entry = self._requests.get(request_id), self.book.get(request_id)
+            if request is None or entry is None:
+                continue
+            computed = request.num_computed_tokens + count
+            if computed // size > entry.saved_blocks and self._known(request, computed) // size > entry.saved_blocks:
+                self._save(orders, entry, request, computed, self._tables.get(request_id))
+
+    def _known(self, request: Any, computed: int) -> int:
+        """Of `computed` tokens those to save. Tokens not known yet (drafts, results on their way) wait."""
+        most: int = request.num_prompt_tokens if self._options.prompt_only else request.num_tokens
+        return min(computed, most)
+
     def _save(
         self, orders: StepOrders, entry: Entry, request: Any, computed: int, table: tuple[list[int], ...] | None
     ) -> None:
-        """Order what is whole when `computed` tokens are. Tokens not known yet (drafts, results on their way) wait."""
-        known = min(computed, request.num_tokens)
-        if self._options.prompt_only:
-            known = min(known, request.num_prompt_tokens)
+        """Order what is whole when `computed` tokens are."""
+        known = self._known(request, computed)
         if table is None or known // self._options.block_tokens <= entry.saved_blocks:
             return
         self._catch_up(entry, request)

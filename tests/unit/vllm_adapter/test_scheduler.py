@@ -69,6 +69,16 @@ def test_chunks_and_generated_tokens_follow(asker: FakeAsker) -> None:
     assert (order.first_block, order.end_block, blocks_of(order.keys)) == (3, 4, 4)
 
 
+def test_a_step_that_completes_no_block_asks_for_no_table(asker: FakeAsker) -> None:
+    for options in ({}, {"prompt_only": True}):
+        side, each = side_of(asker, **options), request()
+        table = list(range(10, 20))
+        admit(side, asker, each, table)
+        assert side.step(step({"r": 200}, {"r": (table,)})).saves
+        each.num_computed_tokens, each.output = 200, [9] * (55 if not options else 500)
+        assert not side.step(step({"r": 1 if not options else 300}, {})).saves, "an empty table would be an error"
+
+
 def test_drafts_are_not_saved(asker: FakeAsker) -> None:
     side, each = side_of(asker), request(tokens=191)
     admit(side, asker, each, [1] * 10)

@@ -4,6 +4,7 @@ Every line here is paid once per request of an engine, so the usual case runs st
 in helpers; nothing loops over blocks in Python.
 """
 
+import math
 from concurrent.futures import Future
 from typing import Any
 
@@ -27,6 +28,7 @@ from prefixcache.v1 import cache_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
 
 _TOKEN_BYTES = 4
+_MOST_MS = (1 << 32) - 1
 _PRIORITIES = {pb.PRIORITY_LOW: LOW, pb.PRIORITY_HIGH: HIGH}  # what a newer client may say beyond that is normal
 
 
@@ -189,6 +191,7 @@ class CacheCalls:
         here = pb.NodeMatch(
             tokens=looked.matched_blocks * namespace.spec.block_tokens,
             tiers=common.TierTokens(gpu=gpu, host=host, disk=disk, peer=peer),
+            load_ms=min(math.ceil(looked.load_s * 1000), _MOST_MS),
         )
         return pb.LookupResponse(nodes=[here], stop=reasons.STOP[looked.stop], present=_bitmap(looked.present))
 

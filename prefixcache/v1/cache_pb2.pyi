@@ -767,10 +767,15 @@ class NodeMatch(google.protobuf.message.Message):
     NODE_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
+    LOAD_MS_FIELD_NUMBER: builtins.int
     node: builtins.str
     """Name of the node, empty for this one."""
     tokens: builtins.int
     """Restorable prefix in tokens."""
+    load_ms: builtins.int
+    """How long it would take now to bring to memory what of it is on disk, by what the disk was seen to do; 0 where all is
+    in memory. A router compares it with what computing those tokens costs.
+    """
     @property
     def tiers(self) -> prefixcache.v1.common_pb2.TierTokens:
         """The same by tier."""
@@ -781,9 +786,10 @@ class NodeMatch(google.protobuf.message.Message):
         node: builtins.str = ...,
         tokens: builtins.int = ...,
         tiers: prefixcache.v1.common_pb2.TierTokens | None = ...,
+        load_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tiers", b"tiers"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["node", b"node", "tiers", b"tiers", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["load_ms", b"load_ms", "node", b"node", "tiers", b"tiers", "tokens", b"tokens"]) -> None: ...
 
 global___NodeMatch = NodeMatch
 

@@ -1,7 +1,7 @@
 """How fast the disk reads, by a short look before anything is asked of it.
 
-Bounded in bytes and time: a disk at 1 GB/s costs a few milliseconds, a slow one a quarter of a second and the piece
-that was begun by then. On file systems without direct calls memory may answer instead of the disk; what is read in
+Bounded in bytes and time: a disk at 1 GB/s costs a few milliseconds, a slow one a second and the piece that was begun
+by then. On file systems without direct calls memory may answer instead of the disk; what is read in
 earnest corrects that.
 """
 
@@ -14,10 +14,12 @@ from prefixcache_offload.disk.seam import read_fully, scratch, write_fully
 from prefixcache_offload.disk.shared import Shared
 
 FIRST_BYTES = 256 << 10
-"""Small, so that a slow disk is known soon."""
+FEWEST = 3
+"""Pieces of the first size, which are small so that a slow disk is known soon."""
 _PIECE_BYTES = 1 << 20
 _MOST_BYTES = 8 << 20
 _LONGEST_S = 0.25
+_LONGEST_SLOW_S = 1.0
 _PATIENCE = 4.0
 _FILE_BYTES = 2 << 20
 
@@ -58,18 +60,21 @@ def _something(shared: Shared) -> Iterator[tuple[int, int]]:
 
 
 def _rate(shared: Shared, fd: int, size_bytes: int) -> float:
-    """The first piece pays for the way there, so it counts only where there is no other."""
+    """Of the best piece: others pay for the way there, or for a machine that is busy with something else, and a disk
+    that is thought too slow is not asked at all. A few small pieces, so that a slow disk is known soon; then long ones
+    while they come fast."""
     buffer = scratch(_PIECE_BYTES)
-    began = shared.clock()
-    done, seconds = _read(shared, fd, buffer[:FIRST_BYTES], 0)
-    rate = done / max(seconds, 1e-9)
-    at, total, spent = done, 0, 0.0
-    while at + _PIECE_BYTES <= min(size_bytes, _MOST_BYTES) and shared.clock() - began < _LONGEST_S:
-        done, seconds = _read(shared, fd, buffer, at)
+    began, at, best = shared.clock(), 0, 0.0
+    while at + FIRST_BYTES <= min(size_bytes, _MOST_BYTES):
+        few = at < FEWEST * FIRST_BYTES
+        if shared.clock() - began > (_LONGEST_SLOW_S if few else _LONGEST_S):
+            break
+        wanted = FIRST_BYTES if few else min(_PIECE_BYTES, size_bytes - at)
+        done, seconds = _read(shared, fd, buffer[:wanted], at)
         if not done:
             break
-        at, total, spent = at + done, total + done, spent + seconds
-    return total / max(spent, 1e-9) if total else rate
+        at, best = at + done, max(best, done / max(seconds, 1e-9))
+    return best
 
 
 def _read(shared: Shared, fd: int, buffer: memoryview, offset: int) -> tuple[int, float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prefixcache_offload.disk import DiskOptions
-from prefixcache_offload.disk.probing import FIRST_BYTES
+from prefixcache_offload.disk.probing import FEWEST, FIRST_BYTES
 from prefixcache_offload.disk.seam import Buffer, RealDisk
 from prefixcache_offload.disk.tier import DiskTier
 
@@ -23,10 +23,12 @@ class SlowDisk(RealDisk):
         self.bytes_per_s = bytes_per_s
         self.now = 0.0
         self.reads: list[int] = []
+        self.now_and_then_s = 0.0  # how much longer the next read takes
 
     def pread(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         got = super().pread(fd, buffers, offset)
-        self.now += got / self.bytes_per_s
+        self.now += got / self.bytes_per_s + self.now_and_then_s
+        self.now_and_then_s = 0.0
         self.reads.append(got)
         return got
 
@@ -54,12 +56,21 @@ def test_a_fast_disk_is_read_for_some_mebibytes(tmp_path: Path, segments: int) -
     tier.close()
 
 
-def test_a_slow_disk_is_asked_for_one_piece(tmp_path: Path) -> None:
-    disk = SlowDisk(1e6)
+@pytest.mark.parametrize(("bytes_per_s", "pieces"), [(1e6, FEWEST), (1e5, 1)])
+def test_a_slow_disk_is_asked_for_little(tmp_path: Path, bytes_per_s: float, pieces: int) -> None:
+    disk = SlowDisk(bytes_per_s)
     tier = opened(disk, tmp_path)
     disk.reads.clear()
-    assert tier.probe_read() == pytest.approx(1e6)
-    assert disk.reads == [FIRST_BYTES]
+    assert tier.probe_read() == pytest.approx(bytes_per_s)
+    assert disk.reads == [FIRST_BYTES] * pieces
+    tier.close()
+
+
+def test_a_piece_that_took_long_for_another_reason_says_nothing(tmp_path: Path) -> None:
+    disk = SlowDisk(1e9)
+    tier = opened(disk, tmp_path)
+    disk.now_and_then_s = 0.2
+    assert tier.probe_read() == pytest.approx(1e9)
     tier.close()
 
 

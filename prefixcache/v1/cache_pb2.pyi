@@ -593,6 +593,8 @@ class WrittenPart(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     FIRST_HEAD_FIELD_NUMBER: builtins.int
     HEADS_FIELD_NUMBER: builtins.int
+    FIRST_LAYER_FIELD_NUMBER: builtins.int
+    LAYERS_FIELD_NUMBER: builtins.int
     part: builtins.int
     """Index into NamespaceSpec.parts."""
     blocks: builtins.bytes
@@ -601,6 +603,10 @@ class WrittenPart(google.protobuf.message.Message):
     """First KV head written by this rank."""
     heads: builtins.int
     """Heads written; 0 means all."""
+    first_layer: builtins.int
+    """First layer of the part written of each of these heads, as by a stage of a pipeline."""
+    layers: builtins.int
+    """Layers written; 0 means all from there on."""
     def __init__(
         self,
         *,
@@ -608,8 +614,10 @@ class WrittenPart(google.protobuf.message.Message):
         blocks: builtins.bytes = ...,
         first_head: builtins.int = ...,
         heads: builtins.int = ...,
+        first_layer: builtins.int = ...,
+        layers: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "first_head", b"first_head", "heads", b"heads", "part", b"part"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "first_head", b"first_head", "first_layer", b"first_layer", "heads", b"heads", "layers", b"layers", "part", b"part"]) -> None: ...
 
 global___WrittenPart = WrittenPart
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +14,7 @@ from prefixcache_client import Client
 from prefixcache_client.errors import Failure, Refused, Unreachable, WatchRefusedError
 from prefixcache_client.events import EventKind
 from prefixcache_client.watching import Watch
+from tests.e2e.processes import wait_until
 
 NS = b"n" * 32
 INCARNATION = b"i" * 16
@@ -58,15 +59,6 @@ class Daemon:
 
 def watching(daemon: Daemon, *, snapshot: bool = True, keepalive_s: float = 5.0) -> Watch:
     return Watch(daemon.connect, lambda: [NS], snapshot=snapshot, keepalive_s=keepalive_s)
-
-
-def until(condition: Callable[[], bool]) -> bool:
-    ends_at = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > ends_at:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def test_events_come_and_signs_of_life_do_not() -> None:
@@ -174,7 +166,7 @@ def test_another_thread_may_close_it() -> None:
     seen: list[object] = []
     thread = threading.Thread(target=lambda: seen.extend(watch))
     thread.start()
-    assert until(lambda: bool(daemon.made))
+    assert wait_until(lambda: bool(daemon.made))
     watch.close()
     thread.join(WAIT_S)
     assert not thread.is_alive()

@@ -65,7 +65,8 @@ def _rate(shared: Shared, fd: int, size_bytes: int) -> float:
     while they come fast."""
     buffer = scratch(_PIECE_BYTES)
     began, at, best = shared.clock(), 0, 0.0
-    while at + FIRST_BYTES <= min(size_bytes, _MOST_BYTES):
+    size_bytes = min(size_bytes, _MOST_BYTES)
+    while at + FIRST_BYTES <= size_bytes:
         few = at < FEWEST * FIRST_BYTES
         if shared.clock() - began > (_LONGEST_SLOW_S if few else _LONGEST_S):
             break

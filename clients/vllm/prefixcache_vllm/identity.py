@@ -5,6 +5,8 @@ Rules:
 2. What cannot be said for certain switches the cache off, with a reason: weights that are not on this disk, layers
    whose KV is something else, parallel forms that cut blocks in other ways.
 3. The layout is the checkpoint's, as in all adapters, and checked against the KV cache vLLM really has.
+4. Layers of a draft model (speculative decoding) are not the model's: they are found by name, or by a number behind the
+   model's last, and take no part. Two layers that cannot be told apart switch the cache off.
 
 It must not know tensors.
 """
@@ -34,7 +36,8 @@ _KV_DTYPES: Final[Mapping[str, str]] = {
     "bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float": "float32", "float32": "float32",
 }  # fmt: skip
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
-"""Epochs of changed weights begin here; each is random, for two engines that change theirs share nothing."""
+_DRAFT: Final = "draft_model."
+"""How vLLM begins the names of a draft model's layers, which are numbered from 0 like the model's own."""
 
 
 class CannotShareError(ValueError):
@@ -60,6 +63,8 @@ class EngineIdentity:
     identity: NamespaceIdentity
     groups: tuple[GroupPages, ...]
     label: str
+    draft_layers: int = 0
+    """Layers of a draft model beside it, whose KV is not kept."""
 
     @property
     def hybrid(self) -> bool:
@@ -102,7 +107,9 @@ def engine_identity(vllm_config: Any, kv_cache_config: Any, options: Options) ->
         GroupPages(_layers(group.layer_names, namespace.layout), int(group.kv_cache_spec.block_size))
         for group in kv_cache_config.kv_cache_groups
     )
-    return EngineIdentity(namespace.identity, groups, str(model.served_model_name or model.model))
+    known = sum(len(group.layers) for group in groups)
+    total = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+    return EngineIdentity(namespace.identity, groups, str(model.served_model_name or model.model), total - known)
 
 
 def in_new_epoch(identity: NamespaceIdentity) -> NamespaceIdentity:
@@ -186,6 +193,8 @@ def _specs(kv_cache_config: Any) -> list[_Spec]:
     for group in kv_cache_config.kv_cache_groups:
         each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         for name in group.layer_names:
+            if name.startswith(_DRAFT):
+                continue
             spec = group.kv_cache_spec if each is None else each[name]
             layer = layer_index(name)
             if layer is None or not all(hasattr(spec, field) for field in ("num_kv_heads", "head_size", "dtype")):
@@ -202,7 +211,9 @@ def _check_layout(layout: Layout, specs: Iterable[_Spec], ranks: int) -> None:
     for spec in specs:
         group = by_layer.get(spec.layer)
         if group is None:
-            continue  # a draft model's: computed anew, and verified by the model's own
+            continue  # a draft model's that is numbered behind the model's
+        if spec.layer in seen:
+            raise CannotShareError("layer_ambiguous", f"more than one KV cache is named as that of layer {spec.layer}")
         if not splits(group.kv_heads, ranks):
             raise CannotShareError("kv_heads_not_divisible", f"{group.kv_heads} KV heads on {ranks} ranks")
         heads = len(Rank(0, ranks).holds(group.kv_heads))
@@ -220,5 +231,5 @@ def _check_layout(layout: Layout, specs: Iterable[_Spec], ranks: int) -> None:
 
 def _layers(names: Iterable[str], layout: Layout) -> dict[str, int]:
     known = {layer for group in layout.groups for layer in group.layers}
-    indexed = {name: layer_index(name) for name in names}
+    indexed = {name: layer_index(name) for name in names if not name.startswith(_DRAFT)}
     return {name: layer for name, layer in indexed.items() if layer is not None and layer in known}

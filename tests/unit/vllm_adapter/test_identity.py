@@ -110,6 +110,31 @@ def test_layers_that_keep_something_else(folder: Path) -> None:
     assert error.value.reason == "layer_unknown"
 
 
+def test_draft_models_take_no_part(folder: Path) -> None:
+    alone = engine_identity(config_of(folder), kv_config(), Options())
+    assert alone.draft_layers == 0
+    # A draft model in one group with the model, as alike as can be; then one numbered behind it, in a group of its own.
+    config = kv_config()
+    config.kv_cache_groups[0].layer_names += [f"draft_model.model.layers.{i}.self_attn.attn" for i in range(2)]
+    engine = engine_identity(config_of(folder), config, Options())
+    assert (engine.identity, engine.draft_layers) == (alone.identity, 2)
+    assert engine.groups == alone.groups
+    config = kv_config()
+    spec = SimpleNamespace(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
+    config.kv_cache_groups.append(SimpleNamespace(layer_names=["model.layers.2.self_attn.attn"], kv_cache_spec=spec))
+    engine = engine_identity(config_of(folder), config, Options())
+    assert (engine.identity, engine.draft_layers) == (alone.identity, 1)
+    assert [len(group.layers) for group in engine.groups] == [2, 0]
+
+
+def test_layers_that_cannot_be_told_apart(folder: Path) -> None:
+    config = kv_config()
+    config.kv_cache_groups[0].layer_names.append("another.layers.1.self_attn.attn")
+    with pytest.raises(CannotShareError) as error:
+        engine_identity(config_of(folder), config, Options())
+    assert error.value.reason == "layer_ambiguous"
+
+
 def test_ranks_keep_their_heads(folder: Path) -> None:
     config = config_of(folder, parallel_config__tensor_parallel_size=2)
     one = engine_identity(config_of(folder), kv_config(), Options())

@@ -67,11 +67,15 @@ class Batching:
         self._seen.append(processor)
         reason = _left_alone(processor, self._shape)
         if reason:
-            self._stats.reasons[reason] += 1
+            self.leave_alone(reason)
             return
         requests = _Requests(self, processor.cache, processor.scheduler)
         self.stand_in(processor.cache, "search_prefix_match", requests.match)
         self.stand_in(processor.scheduler, "finish_request", requests.finish)
+
+    def leave_alone(self, reason: str) -> None:
+        """An engine's requests go without the cache; count why."""
+        self._stats.reasons[reason] += 1
 
     def stand_in(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         """Put a method before that of the object's class, until `detach`."""
@@ -249,7 +253,10 @@ def batching(model: PreTrainedModel, over: Batching) -> Iterator[None]:
 
     def initialised(*arguments: Any, **more: Any) -> Any:
         manager = original(*arguments, **more)
-        create = manager._create_batch_processor
+        create = getattr(manager, "_create_batch_processor", None)
+        if create is None:
+            over.leave_alone(UNKNOWN_FORM)
+            return manager
 
         def created() -> Any:
             processor = create()

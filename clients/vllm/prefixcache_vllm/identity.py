@@ -84,7 +84,7 @@ class EngineIdentity:
 def engine_identity(vllm_config: Any, kv_cache_config: Any, options: Options) -> EngineIdentity:
     """What this engine's KV depends on. Raises CannotShareError."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    _check_parallel(vllm_config.parallel_config)
+    stages = _check_parallel(vllm_config.parallel_config, kv_cache_config)
     layouts = _specs(kv_cache_config)
     try:
         namespace = namespace_from_hf(
@@ -102,7 +102,8 @@ def engine_identity(vllm_config: Any, kv_cache_config: Any, options: Options) ->
         raise CannotShareError(error.reason, str(error)) from error
     except LayoutError as error:
         raise CannotShareError("layout_unknown", str(error)) from error
-    _check_layout(namespace.layout, layouts, int(vllm_config.parallel_config.tensor_parallel_size))
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    _check_layout(namespace.layout, layouts, ranks, some=stages > 1)
     groups = tuple(
         GroupPages(_layers(group.layer_names, namespace.layout), int(group.kv_cache_spec.block_size))
         for group in kv_cache_config.kv_cache_groups
@@ -173,10 +174,17 @@ def _quantisation(model: Any) -> str:
     return repr(("vllm", str(model.quantization), listed))
 
 
-def _check_parallel(parallel: Any) -> None:
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+def _check_parallel(parallel: Any, kv_cache_config: Any) -> int:
+    """How many stages its pipeline has. Raises CannotShareError for forms that cut blocks in other ways."""
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if int(getattr(parallel, name, 1)) > 1:
             raise CannotShareError(name.removesuffix("_size"), f"{name} above 1 is not supported yet")
+    stages = int(getattr(parallel, "pipeline_parallel_size", 1))
+    if stages > 1 and len(kv_cache_config.kv_cache_groups) > 1:
+        raise CannotShareError(
+            "pipeline_parallel", "stages of models with several KV cache groups are not supported yet"
+        )
+    return stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +213,8 @@ def _specs(kv_cache_config: Any) -> list[_Spec]:
     return specs
 
 
-def _check_layout(layout: Layout, specs: Iterable[_Spec], ranks: int) -> None:
+def _check_layout(layout: Layout, specs: Iterable[_Spec], ranks: int, *, some: bool) -> None:
+    """`some`: only some of the layers are here, those of a stage."""
     by_layer = {layer: group for group in layout.groups for layer in group.layers}
     seen = set()
     for spec in specs:
@@ -225,7 +234,7 @@ def _check_layout(layout: Layout, specs: Iterable[_Spec], ranks: int) -> None:
                 f"{heads} of {size} {group.dtype} were expected",
             )
         seen.add(spec.layer)
-    if seen != set(by_layer):
+    if seen != set(by_layer) and not (some and seen):
         raise CannotShareError("layout_mismatch", f"layers {sorted(set(by_layer) - seen)} keep no KV of their own")
 
 

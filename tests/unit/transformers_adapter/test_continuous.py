@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
 from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from prefixcache_transformers.block_store import BlockLease, BlockStore, PartBlocks
+from prefixcache_transformers.continuous import UNKNOWN_FORM, _left_alone
 
 from .tiny_models import BLOCK, VOCAB, Opener, cached, tiny_model
 
@@ -142,6 +145,27 @@ def test_sharing_switched_off_is_left_alone(llama: Any) -> None:
     cache.generate_batch(prompts((20,)), **settings(allow_block_sharing=False))
     assert cache.stats.reasons == {"block_sharing_off": 1}
     assert not len(opener.store)
+
+
+def test_an_engine_that_cannot_be_read_is_left_alone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version's: pages in another form, or a manager that makes no batch processor of this kind."""
+    cache, _ = cached(llama)
+    for engine, reason in (
+        ({"cache": SimpleNamespace(cache_allocators={}), "use_async_batching": False}, UNKNOWN_FORM),
+        ({"cache": SimpleNamespace(), "use_async_batching": False}, UNKNOWN_FORM),
+        ({"cache": SimpleNamespace(), "use_async_batching": True}, "async_batching"),
+    ):
+        assert _left_alone(SimpleNamespace(**engine), cache.shape) == reason
+    with monkeypatch.context() as changed:
+        changed.setattr(ContinuousMixin, "init_continuous_batching", lambda *_, **__: SimpleNamespace())
+        with cache.continuous_batching():
+            llama.init_continuous_batching()
+    assert cache.stats.reasons == {UNKNOWN_FORM: 1}
+    with monkeypatch.context() as changed:
+        changed.delattr(ContinuousMixin, "init_continuous_batching")
+        with cache.continuous_batching():
+            pass
+    assert cache.stats.reasons == {UNKNOWN_FORM: 2}
 
 
 class _Failing:

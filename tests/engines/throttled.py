@@ -15,6 +15,7 @@ from typing import Any, Final
 from prefixcache_client import coding
 from prefixcache_offload.memory import Memory
 from prefixcache_vllm.connector import PrefixCacheConnector as Connector
+from tests.e2e.processes import wait_until
 
 FOLDER: Final = Path(os.environ["PREFIXCACHE_TEST_FOLDER"])
 LONGEST_S: Final = 60.0
@@ -23,13 +24,12 @@ _load = coding.load
 
 def load(pool: Memory, jobs: Sequence[coding.AnyJob]) -> int:
     """As `coding.load`, in two halves with a wait between them."""
-    throttle, until = FOLDER / "throttle", time.monotonic() + LONGEST_S
+    throttle = FOLDER / "throttle"
     half = len(jobs) // 2
     moved = _load(pool, jobs[:half])
     if throttle.exists():
         (FOLDER / "loading").touch()
-        while throttle.exists() and time.monotonic() < until:
-            time.sleep(0.005)
+        wait_until(lambda: not throttle.exists(), LONGEST_S)
     return moved + _load(pool, jobs[half:])
 
 

@@ -302,6 +302,11 @@ class RevokeRecords:
 
 
 @dataclass(slots=True)
+class MoreToDo:
+    """There is something that need not be done before an answer. Ends in WorkResumed, when nobody waits for one."""
+
+
+@dataclass(slots=True)
 class Arrived:
     """More of a lease can be read: `ready_blocks` of its planned ones from now on, `runs` those that are new. stop: the
     rest will not come, for this reason. done: nothing more will be told of this lease."""
@@ -374,25 +379,12 @@ class Published:
 
 
 Reply: TypeAlias = (
-    Refused
-    | SessionReady
-    | SessionClosed
-    | NamespaceReady
-    | Acquired
-    | LeaseExtended
-    | Released
-    | LookedUp
-    | Reserved
-    | Committed
-    | Aborted
-    | PinReply
-    | Cleared
-    | SnapshotTaken
-    | SnapshotLoaded
-)
+    Refused | SessionReady | SessionClosed | NamespaceReady | Acquired | LeaseExtended | Released | LookedUp
+    | Reserved | Committed | Aborted | PinReply | Cleared | SnapshotTaken | SnapshotLoaded
+)  # fmt: skip
 Order: TypeAlias = (
     SetGenerations | CopySlots | ComputeChecksum | VerifyParts | PromoteSlots | WriteRecords | ReadRecords
-    | CancelReads | FreeSegment | RevokeRecords
+    | CancelReads | FreeSegment | RevokeRecords | MoreToDo
     | LeaseEnded | ReservationEnded | PinEnded | DrainFinished | NamespaceForgotten | Published | Arrived
 )  # fmt: skip
 Command: TypeAlias = Reply | Order

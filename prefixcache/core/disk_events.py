@@ -61,3 +61,8 @@ class DiskChanged:
 @dataclass(slots=True)
 class FlushStarted:
     """Write everything that only memory holds, as far as the disk takes it. Answer: nothing."""
+
+
+@dataclass(slots=True)
+class WorkResumed:
+    """Nobody waits for an answer: one step of what MoreToDo spoke of. Answer: nothing, maybe another MoreToDo."""

@@ -20,6 +20,7 @@ from prefixcache.core.disk_events import DiskRecovered as DiskRecovered
 from prefixcache.core.disk_events import FlushStarted as FlushStarted
 from prefixcache.core.disk_events import RecoveryDone as RecoveryDone
 from prefixcache.core.disk_events import SegmentLost as SegmentLost
+from prefixcache.core.disk_events import WorkResumed as WorkResumed
 from prefixcache.core.ids import Generations, LeaseId, NamespaceId, PoolId, ReservationId, Rows, SessionId
 from prefixcache.core.pin_messages import PinEvent
 from prefixcache.core.reasons import Miss
@@ -368,5 +369,6 @@ Event: TypeAlias = (
     | DiskForgotten
     | DiskChanged
     | FlushStarted
+    | WorkResumed
     | TimePassed
 )

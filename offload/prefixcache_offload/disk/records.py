@@ -88,6 +88,7 @@ class Codec(IntEnum):
 
 
 KNOWN_CODECS = [int(codec) for codec in Codec]
+_RAW = int(Codec.RAW)  # numpy asks a member of an enum for a dozen names before it compares with it
 MOST_CODED_PAGES = (1 << 16) - 1
 
 
@@ -104,7 +105,7 @@ def pages_of(size_bytes: int) -> int:
 
 def stored_bytes(entries: Entries) -> npt.NDArray[np.int64]:
     """Bytes of each payload as it lies on disk: i64[n]."""
-    coded = (entries["codec"] != Codec.RAW) & (entries["pages"] > 0)
+    coded = (entries["codec"] != _RAW) & (entries["pages"] > 0)
     stored: npt.NDArray[np.int64] = np.where(coded, entries["pages"].astype(np.int64) * PAGE, entries["length"])
     return stored
 

@@ -201,6 +201,12 @@ class DiskTier:
         """Live counters; read them, do not write."""
         return self._shared.counters
 
+    @property
+    def free_bytes(self) -> int:
+        """What new segments may still take."""
+        with self._shared.lock:
+            return self._shared.table.free_bytes()
+
     def status(self) -> DiskStatus:
         """What `status`, health and metrics show."""
         shared = self._shared

@@ -169,7 +169,7 @@ class Planner:
             events.RecordsWritten: lambda event, now, out: self._records_written(event, out),
             events.RecordsRead: lambda event, now, out: lander.done(event, now, out),
             events.SegmentFreed: lambda event, now, out: freer.done(event, out),
-            events.DiskRecovered: lambda event, now, out: recoverer.found(event, out),
+            events.DiskRecovered: lambda event, now, out: recoverer.found(event),
             events.RecoveryDone: lambda event, now, out: recoverer.finish(event, out),
             events.SegmentLost: lambda event, now, out: freer.lost(event),
             events.DiskForgotten: lambda event, now, out: self._disk_forgotten(),

@@ -1,6 +1,7 @@
 """What tests do inside the engine's process: each function gets the LLM and plain values, and answers plain values."""
 
 import time
+import zlib
 from typing import Any
 
 from tests.e2e.processes import wait_until
@@ -9,16 +10,50 @@ WAIT_S = 60.0
 
 
 def generate(
-    llm: Any, prompts: list[list[int]], max_tokens: int, sampling: dict[str, Any] | None = None, **fields: Any
+    llm: Any,
+    prompts: list[list[int]],
+    max_tokens: int,
+    sampling: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
+    **fields: Any,
 ) -> list[dict[str, Any]]:
-    """Greedy outputs of all prompts at once; `fields`: of each prompt."""
+    """Greedy outputs of all prompts at once; `fields`: of each prompt. `lora`: of the LoRARequest,
+    `lora_path` at least."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     parameters = SamplingParams(
         temperature=0, max_tokens=max_tokens, logprobs=1, ignore_eos=True, detokenize=False, **(sampling or {})
     )
     asked = [{"prompt_token_ids": prompt, **fields} for prompt in prompts]
-    return [_output(each) for each in llm.generate(asked, parameters, use_tqdm=False)]
+    adapter = None
+    if lora is not None:
+        # Numbered by the path: vLLM keeps an adapter under its number.
+        number = zlib.crc32(lora["lora_path"].encode()) % 1000 + 1
+        adapter = LoRARequest(lora_name=lora["lora_path"], lora_int_id=number, **lora)
+    return [_output(each) for each in llm.generate(asked, parameters, use_tqdm=False, lora_request=adapter)]
+
+
+def moved(llm: Any, prompts: list[list[int]]) -> dict[str, float]:
+    """How far next-token distributions of loaded prompts are from those of the engine's own prefill: the mean KL
+    divergence in nats, and the fewest tokens that were loaded of a prompt."""
+    import math
+
+    from vllm import SamplingParams
+
+    def ask(**more: Any) -> list[Any]:
+        parameters = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False, **more)
+        # One at a time: a batch's kernels round in another way.
+        return [llm.generate([{"prompt_token_ids": each}], parameters, use_tqdm=False)[0] for each in prompts]
+
+    loaded, own = ask(), ask(skip_reading_prefix_cache=True)
+    total = 0.0
+    for ours, theirs in zip(loaded, own, strict=True):
+        q, p = (answer.outputs[0].logprobs[0] for answer in (ours, theirs))
+        total += sum(math.exp(each.logprob) * (each.logprob - q[token].logprob) for token, each in p.items())
+    cached = [each.num_cached_tokens or 0 for each in loaded]
+    assert not any(each.num_cached_tokens for each in own)
+    return {"kl": total / len(prompts), "cached": min(cached)}
 
 
 def settle(llm: Any) -> None:

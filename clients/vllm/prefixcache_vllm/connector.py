@@ -81,7 +81,7 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
             if getattr(events, "enable_kv_cache_events", False) and can_announce():
                 self._scheduler.announcements = Announcements()
         else:
-            rank = Rank(_rank(), int(vllm_config.parallel_config.tensor_parallel_size))
+            rank = _rank(vllm_config.parallel_config)
             self._now = engine.loads_in_step(options)
             self._worker = WorkerSide(
                 client, engine, rank, options.save_queue, tells_requests=_RESULTS is not None
@@ -273,7 +273,9 @@ def _page_shapes(engine: EngineIdentity) -> set[PageShape]:
     }
 
 
-def _rank() -> int:
-    from vllm.distributed import get_tensor_model_parallel_rank
+def _rank(parallel: Any) -> Rank:
+    from vllm import distributed
 
-    return int(get_tensor_model_parallel_rank())
+    number, stages = distributed.get_tensor_model_parallel_rank(), int(getattr(parallel, "pipeline_parallel_size", 1))
+    stage = distributed.get_pp_group().rank_in_group if stages > 1 else 0
+    return Rank(int(number), int(parallel.tensor_parallel_size), int(stage), stages)

@@ -185,7 +185,10 @@ def test_a_preempted_request_is_let_go_before_the_step(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "reason"),
-    [("pipeline_parallel_size", "pipeline_parallel"), ("decode_context_parallel_size", "decode_context_parallel")],
+    [
+        ("prefill_context_parallel_size", "prefill_context_parallel"),
+        ("decode_context_parallel_size", "decode_context_parallel"),
+    ],
 )
 def test_an_engine_that_cannot_share_computes_and_says_why(
     tmp_path: Path, new: bool, caplog: pytest.LogCaptureFixture, setting: str, reason: str

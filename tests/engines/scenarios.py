@@ -2,6 +2,7 @@
 
 import time
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 from tests.e2e.processes import wait_until
@@ -125,24 +126,17 @@ def _output(request: Any) -> dict[str, Any]:
 
 def announced(llm: Any, prompt: list[int]) -> list[dict[str, Any]]:
     """What the engine publishes of ours for a prompt, encoded and decoded with vLLM's own classes."""
-    import msgspec
-    from vllm.distributed.kv_events import BlockStored, KVEventBatch
+    from vllm.distributed.kv_events import BlockStored
 
-    publisher = _core(llm).scheduler.kv_event_publisher
-    wire: list[bytes] = []
-    original = publisher.publish
-    publisher.publish = lambda batch: wire.append(msgspec.msgpack.encode(batch))
-    try:
+    def run(wire: list[Any]) -> None:
         generate(llm, [prompt], 1)
         settle(llm)
-        until = time.monotonic() + WAIT_S
-        while not wire and time.monotonic() < until:
-            generate(llm, [[7] * 8], 1)  # events leave with a step
-    finally:
-        publisher.publish = original
-    decoded = [msgspec.msgpack.decode(each, type=KVEventBatch) for each in wire]
-    events = [event for batch in decoded for event in batch.events]
-    ours = [each for each in events if isinstance(each, BlockStored) and each.medium == "CPU"]
+        _step_until(llm, lambda: any(is_ours(event) for batch in wire for event in batch.events))
+
+    def is_ours(event: Any) -> bool:
+        return isinstance(event, BlockStored) and event.medium == "CPU"
+
+    ours = [each for each in _published(llm, run) if is_ours(each)]
     return [
         {
             "hashes": [each.hex() for each in event.block_hashes],
@@ -152,6 +146,51 @@ def announced(llm: Any, prompt: list[int]) -> list[dict[str, Any]]:
         }
         for event in ours
     ]
+
+
+def withdrawn(llm: Any) -> list[str]:
+    """Hashes that the engine takes back, decoded with vLLM's own classes, when its daemon is cleared."""
+    import grpc
+    from vllm.distributed.kv_events import BlockRemoved
+
+    from prefixcache.v1 import admin_pb2, admin_pb2_grpc
+
+    connector = _core(llm).scheduler.connector
+
+    def run(wire: list[Any]) -> None:
+        _step_until(llm, lambda: connector._removals._watch.connected)
+        with grpc.insecure_channel(connector._client._link.address.target) as channel:
+            admin_pb2_grpc.AdminServiceStub(channel).Evict(admin_pb2.EvictRequest(), timeout=WAIT_S)
+        _step_until(llm, lambda: any(isinstance(event, BlockRemoved) for batch in wire for event in batch.events))
+
+    found = [each for each in _published(llm, run) if isinstance(each, BlockRemoved) and each.medium == "CPU"]
+    return [key.hex() for event in found for key in event.block_hashes]
+
+
+def _step_until(llm: Any, done: Callable[[], bool]) -> None:
+    until = time.monotonic() + WAIT_S
+    while not done() and time.monotonic() < until:
+        generate(llm, [[7] * 8], 1)  # events leave with a step
+
+
+def _published(llm: Any, run: Callable[[list[Any]], None]) -> list[Any]:
+    """The events that are published while `run` runs, which is given the batches as they come."""
+    import msgspec
+    from vllm.distributed.kv_events import KVEventBatch
+
+    publisher = _core(llm).scheduler.kv_event_publisher
+    wire: list[Any] = []
+    original = publisher.publish
+
+    def publish(batch: Any) -> None:
+        wire.append(msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch))
+
+    publisher.publish = publish
+    try:
+        run(wire)
+    finally:
+        publisher.publish = original
+    return [event for batch in wire for event in batch.events]
 
 
 def root(llm: Any) -> str:

@@ -109,8 +109,12 @@ def check(router: Router, nodes: list[tuple[Server, DaemonProcess]]) -> None:
         assert router.complete(ONE) == (first, said)
     for seed in (31, 32, 33):
         assert router.complete(prompt(seed, 700, like=OTHER[:320]))[0] == second
-    text = " ".join(f"w{token}" for token in ONE)
-    assert router.complete(text) == (first, said), "text becomes the same tokens"
+    texts = [" ".join(f"w{token}" for token in prompt(seed, 700)) for seed in (41, 42)]
+    before = nodes[0][0].metric(saved)
+    told = [router.complete(text) for text in texts]  # the first server was sent fewer, and then as many
+    assert [went for went, _ in told] == [first, first]
+    assert wait_until(lambda: nodes[0][0].metric(saved) >= before + 2 * 640)
+    assert router.complete(texts[0]) == told[0], "text becomes the tokens under which it is cached"
     nodes[0][1].kill()  # its daemon is gone: everything goes on, and nothing is known to be cached there
     assert router.complete(OTHER)[0] == second
     assert router.complete(ONE)[1] == said

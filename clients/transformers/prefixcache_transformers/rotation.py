@@ -19,7 +19,7 @@ __all__ = ["changed_rotation"]
 
 _FREQUENCIES = "inv_freq"
 _CLOSE = 1e-5
-"""A device computes powers to the last bit its own way; a cast loses 1,000 times as much."""
+"""A device computes powers to the last bit its own way; a cast to float16 loses 50 times as much, to bfloat16 400."""
 
 
 def changed_rotation(model: torch.nn.Module) -> bytes:

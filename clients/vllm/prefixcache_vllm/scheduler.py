@@ -205,6 +205,10 @@ class SchedulerSide:
         self._namespaces.clear()
         self._namespace_of("", self._identity)
 
+    def fingerprints(self) -> list[bytes]:
+        """Of the namespaces in use."""
+        return [namespace.epoch.fingerprint for namespace in self._namespaces.values()]
+
     def _leaving(self, scheduler_output: Any) -> frozenset[str]:
         """Requests that lost their blocks since the last step. Not every version says so; the status does."""
         left_out = self._running - scheduler_output.num_scheduled_tokens.keys()
@@ -316,13 +320,17 @@ class SchedulerSide:
 
     def _announced(self, request: Any, order: SaveOrder) -> StoredBlocks:
         size, first = self._options.block_tokens, order.first_block * KEY_BYTES
+        lora = getattr(request, "lora_request", None)
         return StoredBlocks(
             order.keys[first:],
             order.keys[first - KEY_BYTES : first] if first else None,
             tuple(request.all_token_ids[order.first_block * size : order.end_block * size]),
             size,
-            str(getattr(getattr(request, "lora_request", None), "lora_name", "") or ""),
+            str(getattr(lora, "lora_name", "") or ""),
             str(getattr(request, "cache_salt", None) or ""),
+            None if lora is None else int(lora.lora_int_id),
+            order.first_block * size,
+            _images(request),
         )
 
     def _pages(self, table: tuple[list[int], ...], first: int, end: int) -> tuple[PageRun, ...]:
@@ -342,6 +350,12 @@ def _left_alone(request: Any) -> str:
     if getattr(request, "resumable", False):
         return "streaming_input"
     return ""
+
+
+def _images(request: Any) -> tuple[tuple[str, int, int], ...]:
+    """(identifier, first token, tokens) of each."""
+    features = getattr(request, "mm_features", None) or ()
+    return tuple((str(f.identifier), int(f.mm_position.offset), int(f.mm_position.length)) for f in features)
 
 
 def _reads_nothing(request: Any) -> bool:

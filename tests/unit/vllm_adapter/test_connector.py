@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from prefixcache.v1 import admin_pb2, admin_pb2_grpc
 from tests.e2e.processes import DaemonProcess, wait_until
 from tests.unit.vllm_adapter import stub_vllm
 from tests.unit.vllm_adapter.fakes import FakeRequest, step
@@ -150,6 +152,29 @@ def test_stored_and_loaded(engine: Engine) -> None:
     assert engine.worker.get_kv_connector_stats().data["saved_blocks"] == 3  # type: ignore[union-attr] # it moved some
     events = list(engine.scheduler.take_events())
     assert [len(event.block_hashes) for event in events] == ([3] if engine.new else [])
+
+
+def test_what_the_daemon_drops_is_told(engine: Engine, daemon: DaemonProcess) -> None:
+    if not engine.new:
+        return  # without confirmations nothing of ours is announced
+    compute(engine, "a", list(range(1, 8)))
+    told: list[Any] = []
+
+    def followed() -> bool:
+        told.extend(engine.scheduler.take_events())
+        return bool(engine.scheduler._removals._watch.connected)
+
+    assert wait_until(followed)
+    with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
+        admin_pb2_grpc.AdminServiceStub(channel).Evict(admin_pb2.EvictRequest(), timeout=20)
+
+    def dropped() -> set[bytes]:
+        told.extend(engine.scheduler.take_events())
+        return {key for event in told if hasattr(event, "medium") for key in event.block_hashes}
+
+    stored = {key for event in told if hasattr(event, "token_ids") for key in event.block_hashes}
+    assert len(stored) == 3
+    assert wait_until(lambda: dropped() == stored)
 
 
 def test_a_load_without_its_daemon_is_reported(engine: Engine, daemon: DaemonProcess) -> None:

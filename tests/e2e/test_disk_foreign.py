@@ -1,5 +1,6 @@
 """Opaque keys on the disk of a real daemon: more than memory holds comes back, one by one, after kill -9 as well."""
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.e2e.test_disk import OPTIONS, Daemons, address, counter, flush, tier
 
 BLOCK_BYTES, BLOCK_TOKENS = 256 * 1024 - 10, 64
 KEYS = [b"page %d" % number for number in range(128)]  # 32 MiB: twice what memory holds
+PAGE = 4096
 AT_ONCE = 16
 CHAIN = 32  # keys that follow each other, where they do
 pytestmark = pytest.mark.slow
@@ -107,3 +109,40 @@ def test_a_killed_daemon_finds_its_keys_again(daemons: Daemons) -> None:
         cache = cache_of(client)
         assert wait_until(lambda: np.flatnonzero(cache.lookup(KEYS).present).tolist() == before)
         assert load(cache, before[:AT_ONCE]) == before[:AT_ONCE]
+
+
+@pytest.mark.parametrize("damage", ["bits", "cut", "zeros", "swapped"])
+def test_a_damaged_log_costs_keys_and_never_gives_wrong_bytes(daemons: Daemons, damage: str) -> None:
+    daemon = daemons.start()
+    with Client(address(daemon), OPTIONS) as client:
+        store_all(daemon, cache_of(client), chained=False)
+    daemon.kill()
+    chance = random.Random(damage)
+    segments = sorted(daemons.data.glob("segment-*"))
+    for path in segments[:3]:
+        data = bytearray(path.read_bytes())
+        page = chance.randrange(1, len(data) // PAGE) * PAGE
+        if damage == "bits":
+            for _ in range(8):
+                data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        elif damage == "cut":
+            del data[page:]
+        elif damage == "zeros":
+            data[page : page + PAGE] = bytes(PAGE)
+        else:
+            other = chance.randrange(1, len(data) // PAGE) * PAGE
+            data[page : page + PAGE], data[other : other + PAGE] = (
+                data[other : other + PAGE],
+                data[page : page + PAGE],
+            )
+        path.write_bytes(data)
+    daemon = daemons.start()
+    with Client(address(daemon), OPTIONS) as client:
+        cache = cache_of(client)
+        assert wait_until(lambda: counter(stats_of(daemon), "disk_recovery_us", "took") > 0)
+        came: list[int] = []
+        for first in range(0, len(KEYS), AT_ONCE):
+            came += load(cache, list(range(first, first + AT_ONCE)))
+        assert len(came) >= len(KEYS) // 3, "the segments that are whole are all there"
+        assert np.flatnonzero(cache.lookup(KEYS).present).tolist() == came, "what was lost is not promised again"
+        assert stats_of(daemon).health == "serving"

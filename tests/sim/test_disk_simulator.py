@@ -35,6 +35,7 @@ from prefixcache.core.removal import Remover
 from prefixcache.core.reservations import Reservation
 from prefixcache.core.survey import Survey
 from prefixcache.core.table import BlockTable
+from prefixcache.core.told import Run, Told
 from tests.sim.fakes import SimError
 from tests.sim.simulator import Simulator
 
@@ -78,7 +79,7 @@ def one_part_on_disk_taken_for_all(patch: Patch) -> None:
 
 
 def children_on_disk_outlive_their_parent(patch: Patch) -> None:
-    patch.setattr(Remover, "drop_cold", lambda self, node, out: 0)
+    patch.setattr(Remover, "drop_cold", lambda self, node: 0)
 
 
 def segments_freed_under_children(patch: Patch) -> None:
@@ -171,13 +172,13 @@ def orders_of_leaves_mixed_up(patch: Patch) -> None:
 
 
 def orphans_served(patch: Patch) -> None:
-    right = Recoverer._note
+    right = Told.take
 
-    def wrong(self: Recoverer, space: Any, told: Any, event: Any) -> list[bytes]:
+    def wrong(self: Told, event: Any) -> Any:
         event.parents = bytes(len(event.parents))
-        return right(self, space, told, event)
+        return right(self, event)
 
-    patch.setattr(Recoverer, "_note", wrong)
+    patch.setattr(Told, "take", wrong)
 
 
 def part_of_a_block_served(patch: Patch) -> None:
@@ -264,14 +265,14 @@ def keys_found_after_they_left(patch: Patch) -> None:
 
 
 def keys_recovered_below_an_old_parent(patch: Patch) -> None:
-    right = Recoverer._graft_key
+    right = Recoverer._bring
 
-    def wrong(self: Recoverer, space: Namespace, told: Any, run: list[bytes], out: list[Command]) -> bool:
-        assert space.foreign is not None
-        space.foreign.by_key.pop(run[0], None)
-        return right(self, space, told, run, out)
+    def wrong(self: Recoverer, space: Namespace, told: Told, run: Run) -> Any:
+        if space.foreign is not None:
+            space.foreign.by_key.pop(run.keys[0], None)
+        return right(self, space, told, run)
 
-    patch.setattr(Recoverer, "_graft_key", wrong)
+    patch.setattr(Recoverer, "_bring", wrong)
 
 
 def unknown_keys_cleared_without_tombstone(patch: Patch) -> None:

@@ -85,7 +85,7 @@ def mha_pool(layout: str, shape: Shape = Shape(), drafts: int = 0, head_groups: 
     prepare()
     from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 
-    device = _mha_device(shape)
+    device = mha_device(shape)
     info = device.get_device_pool_infos()[0].buffer_info
     draft = Shape(1, shape.heads, shape.dim, shape.page, shape.pages, v_dim=shape.v_dim, dtype=shape.dtype)
     groups = {"head_group_num": head_groups} if head_groups > 1 else {}
@@ -99,12 +99,13 @@ def mha_pool(layout: str, shape: Shape = Shape(), drafts: int = 0, head_groups: 
         device_capacity_tokens=shape.page * shape.pages,
         start_layer=shape.first_layer,
         end_layer=shape.first_layer + shape.layers,
-        draft_buffer_infos=tuple(_mha_device(draft).get_device_pool_infos()[0].buffer_info for _ in range(drafts)),
+        draft_buffer_infos=tuple(mha_device(draft).get_device_pool_infos()[0].buffer_info for _ in range(drafts)),
         **groups,
     )
 
 
-def _mha_device(shape: Shape) -> Any:
+def mha_device(shape: Shape) -> Any:
+    """SGLang's device pool, in host memory."""
     import torch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 

@@ -1,7 +1,9 @@
 """The backend under SGLang's own classes: its factory, its host pools in every layout, its file backend beside it, and
 its injection of delays and failures. The contract suite its wheel does not ship."""
 
+import itertools
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ Make = Callable[..., Any]
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head", "page_unified")
 MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_unified")
 PAGES, ELSEWHERE = [3, 1, 7, 2], [9, 4, 0, 11]
+_serial = itertools.count()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,7 +84,7 @@ def contents(pool: Any, pages: list[int]) -> list[bytes]:
 
 def check_round_trip(make: Make, source: Any, target: Any, **said: Any) -> None:
     """What `source` holds is stored, and read into other pages of `target`, and nothing else there changes."""
-    names = sgl.keys(5)
+    names = sgl.keys(5, f"round trip {next(_serial)}")
     fill(source, 1)
     fill(target, 2)
     wanted, before = contents(source, PAGES), contents(target, list(range(target.page_num)))
@@ -339,6 +342,134 @@ def test_a_daemon_that_never_was(make: Make, tmp_path: Path) -> None:
         assert backend.batch_exists(names) == 0
         assert backend.batch_get_v1(names, indices(pool, PAGES)) == [False] * 4
     assert time.monotonic() - began < 5
+
+
+class Controller:
+    """SGLang's HiCacheController with its storage threads, over a host pool of its own; no device is involved."""
+
+    def __init__(self, daemon: DaemonProcess, layout: str) -> None:
+        from types import SimpleNamespace
+
+        from sglang.srt.managers.cache_controller import HiCacheController
+
+        shape = Shape()
+        self.pool = sgl.mha_pool(layout, shape)
+        device = SimpleNamespace(get_kvcache=lambda: sgl.mha_device(shape))
+        extra = {
+            "backend_name": "prefixcache", "module_path": "prefixcache_sglang", "class_name": "PrefixCacheStorage",
+            "interface_v1": 1, "prefixcache.address": f"unix://{daemon.socket}",
+        }  # fmt: skip
+        self.controller = HiCacheController(
+            device, self.pool, shape.page, None, threading.Event(), write_policy="write_through", io_backend="direct",
+            storage_backend="dynamic", prefetch_threshold=1, model_name="served", storage_backend_extra_config=extra,
+        )  # fmt: skip
+
+    def back_up(self, tokens: list[int]) -> tuple[int, Any]:
+        """(tokens stored, where they are in the pool)"""
+        from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+        places = self.pool.alloc(len(tokens))
+        hashes = get_storage_hash_str(tokens, None, page_size=self.pool.page_size)
+        self.controller.write_storage(places, tokens, hash_value=hashes)
+        return self.controller.ack_backup_queue.get(timeout=60).completed_tokens, places
+
+    def prefetch(self, tokens: list[int]) -> tuple[int, Any]:
+        """(tokens loaded, where they are in the pool); what its scheduler does between its threads."""
+        self.controller.prefetch("request", tokens)
+        operation = self.controller.prefetch_hit_queue.get(timeout=60)
+        hit = operation.storage_hit_count
+        operation.host_indices = self.controller.alloc_prefetch_host_buffers(operation, hit)
+        self.controller.prefetch_buffer.put(operation)
+        loaded = 0
+        while not (told := self.controller.ack_prefetch_queue.get(timeout=60)).completed_req:
+            loaded = told.completed_tokens
+        return loaded, operation.host_indices
+
+    def pages(self, places: Any, tokens: int) -> list[bytes]:
+        size = self.pool.page_size
+        return [page_of(self.pool, int(places[at]) // size) for at in range(0, tokens, size)]
+
+
+@pytest.fixture
+def controllers(serving: Any) -> Iterator[Callable[..., Controller]]:
+    from sglang.srt.runtime_context import get_parallel
+
+    made: list[Controller] = []
+
+    def make(daemon: DaemonProcess, layout: str) -> Controller:
+        made.append(Controller(daemon, layout))
+        return made[-1]
+
+    ranks = dict.fromkeys(("tp_rank", "pp_rank", "attn_tp_rank", "attn_dp_rank", "attn_dcp_rank"), 0)
+    with get_parallel().override(**ranks):
+        yield make
+        for each in made:
+            each.controller.detach_storage_backend()
+
+
+def test_sglangs_own_controller_stores_and_prefetches(
+    controllers: Callable[..., Controller], shared_daemon: DaemonProcess
+) -> None:
+    """Threads, batches, hashes and queues are SGLang's; another server, with another layout, gets the prefix."""
+    first, second = controllers(shared_daemon, "page_first"), controllers(shared_daemon, "layer_first")
+    fill(first.pool, 1)
+    tokens = list(range(100, 196))
+    stored, there = first.back_up(tokens)
+    assert stored == 96
+    loaded, here = second.prefetch([*tokens, 1, 2, 3])
+    assert loaded == 96
+    assert second.pages(here, 96) == first.pages(there, 96)
+    assert second.prefetch([7, *tokens])[0] == 0
+    loaded, _ = second.prefetch([*tokens[:48], *range(48)])
+    assert loaded == 48, "up to where the prompts part"
+
+
+def test_sglangs_own_controller_under_its_injected_delays_and_failures(
+    controllers: Callable[..., Controller], shared_daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.002")
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
+    first, second = controllers(shared_daemon, "page_head"), controllers(shared_daemon, "page_first_direct")
+    whole = short = 0
+    for turn in range(40):
+        fill(first.pool, turn)
+        tokens = [turn, *range(1000, 1047)]
+        stored, there = first.back_up(tokens)
+        loaded, here = second.prefetch(tokens)
+        assert loaded <= stored == (48 if stored else 0)
+        assert second.pages(here, loaded) == first.pages(there, loaded)
+        whole, short = whole + (loaded == 48), short + (loaded == 0)
+        first.pool.free(there)
+        second.pool.free(here)
+    assert whole > 3
+    assert short > 3
+
+
+def test_sglangs_own_controller_goes_on_without_its_daemon(
+    controllers: Callable[..., Controller], tmp_path: Path
+) -> None:
+    folder = tmp_path / "daemon"
+    folder.mkdir()
+    daemon = DaemonProcess(folder, host_bytes="16MiB")
+    try:
+        server, tokens = controllers(daemon, "page_first"), list(range(48))
+
+        def stores() -> bool:
+            stored, places = server.back_up(tokens)
+            server.pool.free(places)
+            return stored == 48
+
+        assert stores()
+        daemon.kill()
+        began = time.monotonic()
+        assert server.prefetch(tokens)[0] == 0
+        assert not stores()
+        assert time.monotonic() - began < 10
+        daemon = DaemonProcess(folder, host_bytes="16MiB")
+        wait_for(stores)
+        assert server.prefetch(tokens)[0] == 48
+    finally:
+        daemon.kill()
 
 
 def test_the_command_of_the_documents_is_what_sglang_takes(shared_daemon: DaemonProcess, serving: Any) -> None:

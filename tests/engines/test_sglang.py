@@ -416,10 +416,10 @@ def test_sglangs_own_controller_stores_and_prefetches(
     tokens = list(range(100, 196))
     stored, there = first.back_up(tokens)
     assert stored == 96
-    loaded, here = second.prefetch([*tokens, 1, 2, 3])
+    loaded, here = second.prefetch([*tokens, *range(8)])
     assert loaded == 96
     assert second.pages(here, 96) == first.pages(there, 96)
-    assert second.prefetch([7, *tokens])[0] == 0
+    assert second.prefetch([*range(8), *tokens])[0] == 0
     loaded, _ = second.prefetch([*tokens[:48], *range(48)])
     assert loaded == 48, "up to where the prompts part"
 

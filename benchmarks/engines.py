@@ -7,6 +7,7 @@ Run: make bench-engines, or python benchmarks/engines.py --json in an environmen
 
 import argparse
 import json
+import os
 import random
 import shutil
 import statistics
@@ -53,10 +54,13 @@ def main() -> int:
     parser.add_argument(
         "--only", choices=SECTIONS, nargs="*", default=SECTIONS, help="what to measure; else everything"
     )
+    parser.add_argument("--lmcache", metavar="PYTHON", help="of an environment with vLLM and LMCache, to compare with")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="prefixcache-engines-"))
     try:
         figures = measure(folder, set(options.only), quick=options.quick)
+        if options.lmcache:
+            figures["lmcache"] = lmcache(folder, options.lmcache, QUICK if options.quick else FULL)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps(figures))
@@ -172,6 +176,33 @@ def loads(model: Path, address: str, tokens: int, pairs: int) -> dict[str, float
         "async_load_ttft_s": statistics.median(took["async"]),
         "sync_load_ttft_s": statistics.median(took["sync"]),
     }
+
+
+def lmcache(folder: Path, python: str, sizes: Sizes) -> list[dict[str, float]]:
+    """The first token beside LMCache's connector, in turn: both engines computed the prompt themselves and were made to
+    forget their own cache. LMCache keeps blocks in the engine's own memory, ours come from the daemon."""
+    os.environ.update(LMCACHE_LOCAL_CPU="True", LMCACHE_MAX_LOCAL_CPU_SIZE="1.0", LMCACHE_TRACK_USAGE="false")
+    theirs = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+    model, rows = folder / sizes.model, []
+    with (
+        daemon.running(sizes.pool_bytes) as running,
+        Child(model, running.address, enable_prefix_caching=True) as one,
+        Child(model, None, python=python, enable_prefix_caching=True, kv_transfer_config=theirs) as other,
+    ):
+        engines = {"": one, "lmcache_": other}
+        for engine in engines.values():
+            engine.warm_up()
+        for size in sizes.prompts:
+            shared = prompt(size + 7, size)
+            took: dict[str, list[float]] = {name: [] for name in engines}
+            cold = {f"{name}cold_ttft_s": engine.first_token_s(shared) for name, engine in engines.items()}
+            for _ in range(2 * sizes.rounds):
+                for name, engine in engines.items():
+                    engine.forget_own_cache()
+                    took[name].append(engine.first_token_s(shared))
+            warm = {f"{name}warm_ttft_s": statistics.median(times) for name, times in took.items()}
+            rows.append({"tokens": size} | cold | warm)
+    return rows
 
 
 def start(model: Path, folder: Path) -> dict[str, float]:

@@ -127,12 +127,14 @@ class LeaseEnded:
 
 @dataclass(slots=True)
 class LookedUp:
-    """Longest restorable prefix from block 0, in blocks, and its tokens behind `from_block` by tier."""
+    """Longest restorable prefix from block 0, in blocks, its tokens behind `from_block` by tier, and how long those on
+    disk would take to load."""
 
     matched_blocks: int
     tokens: tuple[int, int, int, int]
     stop: Miss | None
     present: NDArray[np.bool_] | None = None
+    load_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -302,6 +304,11 @@ class RevokeRecords:
 
 
 @dataclass(slots=True)
+class MoreToDo:
+    """There is something that need not be done before an answer. Ends in WorkResumed, when nobody waits for one."""
+
+
+@dataclass(slots=True)
 class Arrived:
     """More of a lease can be read: `ready_blocks` of its planned ones from now on, `runs` those that are new. stop: the
     rest will not come, for this reason. done: nothing more will be told of this lease."""
@@ -374,25 +381,12 @@ class Published:
 
 
 Reply: TypeAlias = (
-    Refused
-    | SessionReady
-    | SessionClosed
-    | NamespaceReady
-    | Acquired
-    | LeaseExtended
-    | Released
-    | LookedUp
-    | Reserved
-    | Committed
-    | Aborted
-    | PinReply
-    | Cleared
-    | SnapshotTaken
-    | SnapshotLoaded
-)
+    Refused | SessionReady | SessionClosed | NamespaceReady | Acquired | LeaseExtended | Released | LookedUp
+    | Reserved | Committed | Aborted | PinReply | Cleared | SnapshotTaken | SnapshotLoaded
+)  # fmt: skip
 Order: TypeAlias = (
     SetGenerations | CopySlots | ComputeChecksum | VerifyParts | PromoteSlots | WriteRecords | ReadRecords
-    | CancelReads | FreeSegment | RevokeRecords
+    | CancelReads | FreeSegment | RevokeRecords | MoreToDo
     | LeaseEnded | ReservationEnded | PinEnded | DrainFinished | NamespaceForgotten | Published | Arrived
 )  # fmt: skip
 Command: TypeAlias = Reply | Order

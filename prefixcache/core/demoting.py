@@ -66,15 +66,14 @@ class Demoter:
         """May be under way at once: a quarter of memory at most, as it cannot be evicted meanwhile."""
         return min(self.spec.writing_bytes, self.state.host.ready_bytes // 4)
 
-    def refill(self, now: float, out: list[Command]) -> None:
-        """Writes least valuable leaves until the reserve is free, clean or on its way: a share of memory, but what is
-        filled in a second at least."""
+    def refill(self, now: float, out: list[Command]) -> bool:
+        """Begins to write the least valuable path while the reserve is not free, clean or on its way: a share of
+        memory, but what is filled in a second at least. False: nothing is missing, or nothing can be done."""
         per_s = self._fill.per_s(self.state.disk.granted_bytes, now)
         if not self.state.disk.writes_on:
-            return
-        for signature, policy in self.state.policies.items():
-            if isinstance(policy, TieredLeaves):
-                self._refill(signature, policy, per_s, out)
+            return False
+        tiered = ((key, each) for key, each in self.state.policies.items() if isinstance(each, TieredLeaves))
+        return any(self._refill(signature, policy, per_s, out) for signature, policy in tiered)
 
     def note_used(self, node: Node, depth: int) -> None:
         """A lease over this path ended; blocks that are hit again and again are candidates for an early write."""
@@ -159,21 +158,17 @@ class Demoter:
         self.remover.unpin_all(job.pins)
         self.remover.mover.settle_retired()
 
-    def _refill(self, signature: tuple[int, ...], policy: TieredLeaves, per_s: int, out: list[Command]) -> None:
+    def _refill(self, signature: tuple[int, ...], policy: TieredLeaves, per_s: int, out: list[Command]) -> bool:
         host = self.state.host
         block_bytes = sum(signature)
         free = min(host.free_slots(stride) // signature.count(stride) for stride in set(signature))
         reserve_bytes = max(int(host.spec.size_bytes * self.spec.reserve_share), min(per_s, self.most_bytes))
         target = max(1, -(-reserve_bytes // block_bytes))
         missing = target - free - policy.clean_blocks - self.writing_bytes // block_bytes
-        while missing > 0 and self.writing_bytes < self.most_bytes:
-            node = policy.dirty.victim()
-            if node is None or node.space is None:
-                return
-            written = self._write_path(node.space, node, node.end, out)
-            if not written:
-                return
-            missing -= written
+        if missing <= 0 or self.writing_bytes >= self.most_bytes:
+            return False
+        node = policy.dirty.victim()
+        return node is not None and node.space is not None and self._write_path(node.space, node, node.end, out) > 0
 
     def _go_on_flushing(self, out: list[Command]) -> None:
         while self.flushing and self.state.disk.writes_on and self.writing_bytes < self.most_bytes:

@@ -8,6 +8,7 @@ Must not know: the tree, policies, how bytes move.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,6 +46,7 @@ class Disk:
         self.reason = "starting"
         self.recovered = False  # everything that was there at the start is known
         self.segments: dict[int, Segment] = {}
+        self.numbers: list[int] = []  # of segments, ascending
         self.room_bytes = UNKNOWN_ROOM  # for new segments, as told last
         self.segment_bytes = 0
         self.writing: dict[int, int] = {}  # writes under way: job -> serial, as of a lease
@@ -60,6 +62,23 @@ class Disk:
         found = self.segments.get(number)
         if found is None:
             found = self.segments[number] = Segment(number)
+            insort(self.numbers, number)
+        return found
+
+    def drop(self, number: int) -> None:
+        """A segment is gone."""
+        del self.segments[number]
+        del self.numbers[bisect_left(self.numbers, number)]
+
+    def oldest(self, most: int) -> list[Segment]:
+        """Up to `most` segments, oldest first, of which nothing is being read; never the newest."""
+        found: list[Segment] = []
+        for place in range(len(self.numbers) - 1):
+            segment = self.segments[self.numbers[place]]
+            if not segment.reads:
+                found.append(segment)
+                if len(found) == most:
+                    break
         return found
 
     def place(self, space: Namespace, part: int, rows: Rows, segments: Places, pages: Places) -> None:
@@ -69,6 +88,12 @@ class Disk:
         column.segments[rows] = segments
         column.pages[rows] = pages
         size = space.spec.parts[part].size_bytes
+        first = segments[0]
+        if (segments == first).all():
+            segment = self.segment(int(first))
+            segment.pieces.append((space, part, rows, pages))
+            segment.live_bytes += size * len(rows)
+            return
         for number in np.unique(segments).tolist():
             mine = segments == number
             segment = self.segment(number)

@@ -38,7 +38,9 @@ def check(planner: Planner) -> None:
     for segment in planner.state.disk.segments.values():
         must(segment.live_bytes == live[segment.number], f"segment {segment.number} is miscounted")
         must(segment.reads >= 0, "more reads ended than began")
-        must(segment.frozen == (planner.freer is not None and segment.number in planner.freer.freeing), "frozen")
+        must(segment.frozen == (planner.freer is not None and segment.number in planner.freer.frozen), "frozen")
+    must(planner.chores is None or planner.chores.is_told or not planner.chores.is_due, "work is due and not told of")
+    must(planner.state.disk.numbers == sorted(planner.state.disk.segments), "segments are out of order")
     must(set(live) <= set(planner.state.disk.segments), "a record in a segment nobody knows")
     for policy, blocks in clean.items():
         must(policy.clean_blocks == blocks, f"{policy.clean_blocks} blocks are said to be clean, {blocks} are")

@@ -137,9 +137,7 @@ class Filling:
                 self.sharing.last_word(reservation, session, self._expired(reservation))
             self._finish(reservation, out)
 
-    def _commit_expired(
-        self, event: CommitRequested, reservation: Reservation, out: list[Command]
-    ) -> None:  # fmt: skip
+    def _commit_expired(self, event: CommitRequested, reservation: Reservation, out: list[Command]) -> None:
         refusal = self._expired(reservation)
         self.state.stats.refused[refusal.reason] += 1
         out.append(refusal)

@@ -2,12 +2,12 @@
 
 Rules: what a segment holds of blocks that are in memory is just forgotten. Of the others those that were hit since they
 were written, are pinned, or have anything below them that stays are appended again; tails leave, so a prefix loses its
-end first. One segment at a time, never one that is being read from or written to. Must not know: files.
+end first. One segment at a time, never one that is being read from or written to. All of it goes in steps of some
+nodes, between which anything may happen: what is to be kept is compared with the table once more before it is ordered,
+and once more when it is done. Must not know: files.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from prefixcache.core.commands import Command, FreeSegment, Records, RevokeRecords
 from prefixcache.core.disk import Segment
 from prefixcache.core.events import SegmentFreed, SegmentLost, WriteEnd
+from prefixcache.core.fates import Look, NodesOf
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Rows
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.radix import DETACHED, NOT_QUEUED, Node
@@ -24,20 +25,31 @@ from prefixcache.core.spec import DiskSpec
 from prefixcache.core.state import State
 
 _LOOKED_AT = 8  # oldest segments compared with each other
-_AT_ONCE = 3  # looked at in one step at most: all calls wait meanwhile
+_AT_ONCE = 3  # of those never looked at, before one is chosen
 _MOST_KEPT = 0.6  # of a segment; beyond it only what must stay is kept
+# Nodes in one step, as all calls wait meanwhile: 0.1 to 0.3 ms.
+_NODES_LOOKED_AT = 64
+_NODES_EMPTIED = 8
 
-_Alone = dict[Node, NDArray[np.bool_]]
 
+class _Emptying:
+    """A segment that is being freed, node after node. Until it is ordered, `kept` grows by what of it must be kept."""
 
-class _Fate:
-    """What would become of a segment's cold blocks: `tails` of nodes that leave, `kept` places of nodes that stay."""
-
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, todo: NodesOf, *, mercy: bool) -> None:
         self.segment = segment
-        self.tails: list[tuple[Node, int]] = []  # (node, first place that leaves), deepest first
-        self.kept: list[tuple[Node, NDArray[np.int64]]] = []
-        self.kept_bytes = 0
+        self.todo = todo
+        self.mercy = mercy
+        self.kept: dict[Namespace, list[Records]] = {}
+
+
+class _Comparing:
+    """A segment that is being looked at, node after node: bytes that would be kept of it, with mercy and without."""
+
+    def __init__(self, segment: Segment, todo: NodesOf) -> None:
+        self.segment = segment
+        self.todo = todo
+        self.kept_bytes = [0, 0]
+        self.gone: tuple[set[Node], set[Node]] = set(), set()
 
 
 class Freer:
@@ -48,46 +60,93 @@ class Freer:
         self.remover = remover
         self.spec = spec
         self.freeing: dict[int, tuple[Records, ...]] = {}
+        self._emptying: _Emptying | None = None
+        self._comparing: _Comparing | None = None
+        self._unknown: list[int] | None = None  # looked at before a segment is chosen; None: nobody wants to choose
+        self._is_due = False  # a write ended: one more segment is looked at, ahead of need
         # What would be kept of a segment, with and without mercy, when last looked at; looked at longest ago first.
         self._kept_bytes: dict[int, tuple[int, int]] = {}
 
-    def look_ahead(self) -> None:
-        """Where the next write may need room, finds out ahead of need which segment is best freed, a segment a call."""
-        if self.state.disk.room_bytes < 2 * self.spec.segment_bytes and (oldest := self._oldest()):
-            self._compare(oldest, at_once=1)
+    @property
+    def frozen(self) -> set[int]:
+        """Segments from which nothing may be read (for checks)."""
+        return {*self.freeing, *([self._emptying.segment.number] if self._emptying is not None else ())}
 
-    def make_room(self, out: list[Command]) -> None:
-        """Begins to free a segment if the cap leaves no room for another one."""
-        if self.state.disk.room_bytes >= self.spec.segment_bytes or not (oldest := self._oldest()):
+    def note_written(self) -> None:
+        """A write ended, and took room."""
+        self._is_due = True
+
+    def work(self, out: list[Command]) -> bool:
+        """One bounded step of what is to be done; False if nothing is."""
+        if self._emptying is not None:
+            self._empty(self._emptying, out)
+            return True
+        disk, size = self.state.disk, self.spec.segment_bytes
+        is_short = disk.room_bytes < size
+        if self.freeing or not disk.writes_on or not disk.recovered or disk.room_bytes >= 2 * size:
+            self._comparing = self._unknown = None
+            return False
+        if not (is_short or self._is_due or self._comparing) or not (oldest := disk.oldest(_LOOKED_AT)):
+            return False
+        if self._comparing is not None:
+            self._compare(self._comparing)
+        elif self._is_due:
+            self._is_due = False
+            self._begin_look(oldest)
+        else:
+            self._choose(oldest)
+        return True
+
+    def _choose(self, oldest: list[Segment]) -> None:
+        """Begins to free the one of which least is kept, once some of those never looked at were."""
+        known = self._known(oldest)
+        if self._unknown is None:
+            self._unknown = [each.number for each in oldest if each.number not in known][:_AT_ONCE]
+        while self._unknown:
+            number = self._unknown.pop(0)
+            segment = self.state.disk.segments.get(number)
+            if segment is not None and number not in known:
+                self._comparing = _Comparing(segment, NodesOf(self.state.disk, segment))
+                return
+        self._unknown = None
+        if not known:  # others are the oldest now
             return
-        if not all(each.number in self._kept_bytes for each in oldest):
-            self._compare(oldest, at_once=_AT_ONCE)
-        known = [each for each in oldest if each.number in self._kept_bytes]
-        best = min(known, key=lambda each: self._kept_bytes[each.number][0])
-        mercy = self._kept_bytes[best.number][0] <= _MOST_KEPT * self.spec.segment_bytes
+        best = min(known, key=lambda number: known[number][0])
+        mercy = known[best][0] <= _MOST_KEPT * self.spec.segment_bytes
         if not mercy:
-            best = min(known, key=lambda each: self._kept_bytes[each.number][1])
-        self._begin(_fate(best, self._alone_in(best), mercy=mercy), out)
+            best = min(known, key=lambda number: known[number][1])
+        segment = self.state.disk.segments[best]
+        segment.frozen = True
+        self._emptying = _Emptying(segment, NodesOf(self.state.disk, segment), mercy=mercy)
 
-    def _oldest(self) -> list[Segment]:
-        """Those that may be freed, oldest first; none where nothing can be freed now."""
-        disk = self.state.disk
-        if self.freeing or not disk.writes_on or not disk.recovered:
-            return []
-        newest = max(disk.segments, default=0)
-        free = [each for each in disk.segments.values() if each.number != newest and not each.reads]
-        return sorted(free, key=lambda each: each.number)[:_LOOKED_AT]
-
-    def _compare(self, oldest: list[Segment], at_once: int) -> None:
-        """Looks at those never looked at, `at_once` of them at most, else again at the one seen longest ago."""
+    def _known(self, oldest: list[Segment]) -> dict[int, tuple[int, int]]:
+        """What is known of these; the rest is forgotten."""
         numbers = {each.number for each in oldest}
-        known = self._kept_bytes = {n: kept for n, kept in self._kept_bytes.items() if n in numbers}
-        new = [each.number for each in oldest if each.number not in known][:at_once]
-        for number in new or [next(iter(known))]:
-            known.pop(number, None)
-            segment = self.state.disk.segments[number]
-            alone = self._alone_in(segment)
-            known[number] = _fate(segment, alone, mercy=True).kept_bytes, _fate(segment, alone, mercy=False).kept_bytes
+        self._kept_bytes = {number: kept for number, kept in self._kept_bytes.items() if number in numbers}
+        return self._kept_bytes
+
+    def _begin_look(self, oldest: list[Segment]) -> None:
+        """At one never looked at, else again at the one seen longest ago."""
+        known = self._known(oldest)
+        number = next((each.number for each in oldest if each.number not in known), None)
+        segment = self.state.disk.segments[next(iter(known)) if number is None else number]
+        self._comparing = _Comparing(segment, NodesOf(self.state.disk, segment))
+
+    def _compare(self, comparing: _Comparing) -> None:
+        """Looks at some nodes. They may change before the others are looked at: this is an estimate."""
+        if comparing.todo:
+            space, nodes = comparing.todo.take(_NODES_LOOKED_AT)
+            nodes = [node for node in nodes if node.state != DETACHED]
+            if nodes:
+                look = Look(space, nodes, comparing.segment.number)
+                for mercy, gone in enumerate(comparing.gone):
+                    _, kept = look.judge(gone, mercy=bool(mercy))
+                    comparing.kept_bytes[mercy] += int(np.count_nonzero(kept)) * space.block_bytes
+        if not comparing.todo:
+            without, kept_bytes = comparing.kept_bytes
+            self._kept_bytes.pop(comparing.segment.number, None)
+            self._kept_bytes[comparing.segment.number] = kept_bytes, without
+            self._comparing = None
 
     def done(self, event: SegmentFreed, out: list[Command]) -> None:
         """A segment is gone, or stays."""
@@ -105,30 +164,34 @@ class Freer:
             if space is not None:
                 self._settle(space, records, ends == WriteEnd.OK, (segments, pages), out)
         if event.freed:
-            self._lose(segment, out)
+            self._lose(segment)
 
-    def lost(self, event: SegmentLost, out: list[Command]) -> None:
+    def lost(self, event: SegmentLost) -> None:
         """A segment is gone without having been freed."""
         segment = self.state.disk.segments.get(event.segment)
         if segment is not None:
-            self._lose(segment, out)
+            self._lose(segment)
 
-    def lose_all(self, out: list[Command]) -> None:
+    def lose_all(self) -> None:
         """Every segment is gone; what was being freed with them."""
         for segment in list(self.state.disk.segments.values()):
-            self._lose(segment, out)
+            self._lose(segment)
         self.freeing.clear()
         self._kept_bytes.clear()
 
-    def _lose(self, segment: Segment, out: list[Command]) -> None:
+    def _lose(self, segment: Segment) -> None:
+        if self._emptying is not None and self._emptying.segment is segment:
+            self._emptying = None
+        if self._comparing is not None and self._comparing.segment is segment:
+            self._comparing = None
         for space, part, rows, _ in self.state.disk.live_in(segment):
             self.remover.lose_records(space, part, rows)
             if part in space.optional_parts and space.has_full:
                 self.state.stats.disk_drops[DiskDrop.LOST] += len(rows)
             else:
-                self._forget_cold(space, rows, out)
+                self._forget_cold(space, rows)
             self.remover.reorder(space, rows)  # what came back to memory meanwhile is only there now
-        del self.state.disk.segments[segment.number]
+        self.state.disk.drop(segment.number)
 
     def _settle(
         self,
@@ -154,7 +217,7 @@ class Freer:
             keys = np.frombuffer(records.keys, np.uint8).reshape(-1, KEY_BYTES)[gone]
             out.append(RevokeRecords(space.number, keys.tobytes()))
 
-    def _forget_cold(self, space: Namespace, rows: Rows, out: list[Command]) -> None:
+    def _forget_cold(self, space: Namespace, rows: Rows) -> None:
         index = space.tree.index
         assert index is not None
         for row in rows.tolist():
@@ -163,133 +226,111 @@ class Freer:
                 self.state.stats.disk_drops[DiskDrop.LOST] += 1
                 self.remover.forget_block(space, node, row)
 
-    def _begin(self, fate: _Fate, out: list[Command]) -> None:
-        disk, segment = self.state.disk, fate.segment
+    def _empty(self, emptying: _Emptying, out: list[Command]) -> None:
+        """Decides about some nodes of a segment: tails leave at once, the rest is to be appended again. When all are
+        decided about, the segment is given back."""
+        if emptying.todo:
+            space, nodes = emptying.todo.take(_NODES_EMPTIED)
+            for node in nodes:
+                if node.state == DETACHED:  # cleared, and a lease holds it: that is no reason to keep its record
+                    self._lose_hot(space, emptying.segment.number, node, node.row_array())
+            nodes = [node for node in nodes if node.state != DETACHED]
+            if nodes:
+                self._decide(emptying, Look(space, nodes, emptying.segment.number))
+            return
+        # Nodes that were split, and blocks that left memory, since.
+        for space, rows in self._undecided(emptying):
+            emptying.todo.add(space, rows)
+        if not emptying.todo:
+            self._order(emptying, out)
+
+    def _decide(self, emptying: _Emptying, look: Look) -> None:
+        space, segment = look.space, emptying.segment
+        cuts, kept = look.judge(set(), mercy=emptying.mercy)
         # Before any node is split: places are those of now.
-        keep = tuple(_records(segment.number, each) for each in _by_space(fate.kept))
-        kept = {node: node.row_array()[places] for node, places in fate.kept}
-        for node, places in fate.kept:
-            assert node.space is not None
-            hits = node.space.table.hits
-            rows = node.row_array()[places]
-            hits[rows] = hits[rows] >> 1
-        for node, place in fate.tails:
-            assert node.space is not None
-            if place:
-                node.space.tree.split(node, place)
-            self.state.stats.disk_drops[DiskDrop.NOT_WANTED] += self.remover.drop_cold(node)
-        for space, part, rows, _ in disk.live_in(segment):
-            self._lose_hot(space, part, (rows, kept), out)
-        segment.frozen = True
-        self.freeing[segment.number] = keep
-        out.append(FreeSegment(segment.number, keep))
+        if kept.any():
+            emptying.kept.setdefault(space, []).append(_records(segment.number, look, kept))
+            hits = space.table.hits
+            hits[look.rows[kept]] = hits[look.rows[kept]] >> 1
+        for place, (node, cut) in enumerate(zip(look.nodes, cuts, strict=True)):
+            if not node.cold:
+                mine = look.of_node(place)
+                self._lose_hot(space, segment.number, node, look.rows[mine][~kept[mine]])
+            elif cut < node.count:
+                if cut:
+                    space.tree.split(node, cut)
+                self.state.stats.disk_drops[DiskDrop.NOT_WANTED] += self.remover.drop_cold(node)
 
-    def _lose_hot(self, space: Namespace, part: int, found: tuple[Rows, dict[Node, Rows]], out: list[Command]) -> None:
-        """Blocks in memory (and cleared ones that leases hold) are only in memory from now on, but for those kept.
+    def _undecided(self, emptying: _Emptying) -> list[tuple[Namespace, Rows]]:
+        """Rows with a record in the segment that is not among those to be kept."""
+        found = []
+        for space, part, rows, _ in self.state.disk.live_in(emptying.segment):
+            kept = [each.rows[each.parts == part] for each in emptying.kept.get(space, ())]
+            left = rows[~np.isin(rows, np.concatenate(kept))] if kept else rows
+            if len(left):
+                found.append((space, left))
+        return found
 
-        found: rows, and which rows are kept."""
-        rows, kept = found
-        index = space.tree.index
-        assert index is not None
-        numbers = index.numbers(rows)
-        for number in np.unique(numbers).tolist():
-            node = index.by_number[number]
-            if node.cold and node.state != DETACHED:
-                continue
-            mine = rows[numbers == number]
-            if node in kept:
-                mine = mine[~np.isin(mine, kept[node])]
-            alone = np.count_nonzero(space.table.parts[part].slots[mine] == NO_SLOT)
-            self.state.stats.disk_drops[DiskDrop.NOT_WANTED] += int(alone)
-            self.remover.lose_records(space, part, mine)
-            if node.rank != NOT_QUEUED:
-                space.policy.retick_leaf(node, space.tail_tick(node))
+    def _order(self, emptying: _Emptying, out: list[Command]) -> None:
+        """All is decided: what was cleared since is not appended again."""
+        keep = []
+        for space, pieces in emptying.kept.items():
+            if self.state.namespaces.get(space.number) is space:
+                keep += [each for piece in pieces if (each := _still_there(space, piece)) is not None]
+        self._emptying = None
+        self.freeing[emptying.segment.number] = tuple(keep)
+        out.append(FreeSegment(emptying.segment.number, tuple(keep)))
 
-    def _alone_in(self, segment: Segment) -> _Alone:
-        """What only this segment holds: which places of which nodes."""
-        here: _Alone = {}
-        for space, part, rows, _ in self.state.disk.live_in(segment):
-            index = space.tree.index
-            assert index is not None
-            marked = np.zeros(space.table.high_water, np.bool_)
-            marked[rows] = True
-            for number in np.unique(index.numbers(rows)).tolist():
-                node = index.by_number[number]
-                if node.state == DETACHED:
-                    continue
-                mine = marked[node.row_array()]
-                if not node.cold:  # a part that was not asked for when the others were loaded
-                    mine &= space.table.parts[part].slots[node.row_array()] == NO_SLOT
-                if mine.any():
-                    here[node] = here.get(node, False) | mine
-        return here
+    def _lose_hot(self, space: Namespace, segment: int, node: Node, rows: Rows) -> None:
+        """Blocks in memory are only in memory from now on. rows: those of the node that are not kept."""
+        for part, column in enumerate(space.table.parts):
+            mine = rows[column.segments[rows] == segment]
+            if len(mine):
+                alone = np.count_nonzero(column.slots[mine] == NO_SLOT)
+                self.state.stats.disk_drops[DiskDrop.NOT_WANTED] += int(alone)
+                self.remover.lose_records(space, part, mine)
+        if node.rank != NOT_QUEUED:
+            space.policy.retick_leaf(node, space.tail_tick(node))
 
 
-def _fate(segment: Segment, here: _Alone, *, mercy: bool) -> _Fate:
-    """What would happen to what only the segment holds. mercy: what was hit is kept."""
-    fate = _Fate(segment)
-    gone: set[Node] = set()
-    for node in sorted(here, key=lambda each: -each.start):
-        if node.cold:
-            cut = _cut(node, here[node], gone, mercy=mercy)
-            if cut < node.count:
-                fate.tails.append((node, cut))
-            if not cut:
-                gone.add(node)
-            kept = np.flatnonzero(here[node][:cut])
-        else:
-            kept = np.flatnonzero(here[node] & _stays(node, mercy=mercy))
-        if len(kept):
-            fate.kept.append((node, kept))
-            assert node.space is not None
-            fate.kept_bytes += len(kept) * sum(part.size_bytes for part in node.space.spec.parts)
-    return fate
-
-
-def _stays(node: Node, *, mercy: bool) -> NDArray[np.bool_]:
-    """bool[n]: blocks that are pinned, or, with mercy, were hit."""
-    assert node.space is not None
-    stays = np.zeros(node.count, np.bool_)
-    stays[: node.pinned_depth() - node.start] = True
-    if mercy:
-        stays |= node.space.table.hits[node.row_array()] > 0
-    return stays
-
-
-def _cut(node: Node, here: NDArray[np.bool_], gone: set[Node], *, mercy: bool) -> int:
-    """From which place on all blocks of a cold node may leave."""
-    if node.held or any(child not in gone for child in (node.children or {}).values()):
-        return node.count
-    last = np.flatnonzero(~here | _stays(node, mercy=mercy))
-    return int(last[-1]) + 1 if len(last) else 0
-
-
-def _by_space(kept: Iterable[tuple[Node, NDArray[np.int64]]]) -> list[list[tuple[Node, NDArray[np.int64]]]]:
-    spaces: dict[int, list[tuple[Node, NDArray[np.int64]]]] = {}
-    for node, places in kept:
-        assert node.space is not None
-        spaces.setdefault(node.space.number, []).append((node, places))
-    return list(spaces.values())
-
-
-def _records(segment: int, kept: list[tuple[Node, NDArray[np.int64]]]) -> Records:
-    """Everything of these blocks that lies in the segment."""
-    space = kept[0][0].space
-    assert space is not None
-    rows = np.concatenate([node.row_array()[places] for node, places in kept]).astype(np.uint32)
-    keys, parents = [], []
-    for node, places in kept:
+def _records(segment: int, look: Look, kept: NDArray[np.bool_]) -> Records:
+    """Everything of the kept blocks that lies in the segment."""
+    space = look.space
+    keys, parents, depths = [], [], []
+    for place in np.unique(look.node_of[kept]).tolist():
+        node, places = look.nodes[place], np.flatnonzero(kept[look.of_node(place)])
         before = space.parent_key(node) or bytes(KEY_BYTES)
         packed = np.frombuffer(before + node.edge, np.uint8).reshape(-1, KEY_BYTES)
         keys.append(packed[places + 1])
         parents.append(packed[places])
-    depths = np.concatenate([node.start + places for node, places in kept]).astype(np.uint32)
-    columns = space.table.parts
+        depths.append(node.start + places)
+    rows, columns = look.rows[kept].astype(np.uint32), space.table.parts
     mine = [np.flatnonzero(column.segments[rows] == segment) for column in columns]
     at = np.concatenate(mine)
     parts = np.repeat(np.arange(len(columns), dtype=np.uint16), [len(each) for each in mine])
     pages = np.concatenate([column.pages[rows[each]] for column, each in zip(columns, mine, strict=True)])
     return Records(
         space.number, parts, rows[at], np.zeros(len(at), np.uint32), np.full(len(at), segment, np.uint32), pages,
-        np.concatenate(keys)[at].tobytes(), np.concatenate(parents)[at].tobytes(), depths[at],
+        np.concatenate(keys)[at].tobytes(), np.concatenate(parents)[at].tobytes(),
+        np.concatenate(depths).astype(np.uint32)[at],
+    )  # fmt: skip
+
+
+def _still_there(space: Namespace, records: Records) -> Records | None:
+    """Those of the records that are still the table's; None if none is."""
+    there = np.zeros(len(records.rows), np.bool_)
+    for part, column in enumerate(space.table.parts):
+        rows = records.rows
+        same = (column.segments[rows] == records.segments) & (column.pages[rows] == records.pages)
+        there |= same & (records.parts == part)
+    if there.all():
+        return records
+    if not there.any():
+        return None
+    keys, parents = (
+        np.frombuffer(packed, np.uint8).reshape(-1, KEY_BYTES)[there] for packed in (records.keys, records.parents)
+    )
+    return Records(
+        records.namespace, records.parts[there], records.rows[there], records.slots[there], records.segments[there],
+        records.pages[there], keys.tobytes(), parents.tobytes(), records.depths[there],
     )  # fmt: skip

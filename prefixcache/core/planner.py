@@ -12,10 +12,12 @@ from prefixcache.core import events
 from prefixcache.core import pin_messages as m
 from prefixcache.core.acquiring import Acquiring
 from prefixcache.core.checks import Checks
+from prefixcache.core.chores import Chores
 from prefixcache.core.clearing import Clearing
 from prefixcache.core.commands import Command
 from prefixcache.core.demoting import Demoter
 from prefixcache.core.disk import UNKNOWN_ROOM
+from prefixcache.core.events import WriteEnd
 from prefixcache.core.eviction import Evictor
 from prefixcache.core.filling import Filling
 from prefixcache.core.foreign import ForeignGranting
@@ -70,6 +72,7 @@ class Planner:
         self.loader: Loader | None = None
         self.lander: Lander | None = None
         self.freer: Freer | None = None
+        self.chores: Chores | None = None
         self.recoverer: Recoverer | None = None
         self.promoter: Promoter | None = None
         if state.gpus:
@@ -87,6 +90,7 @@ class Planner:
         self.prefetcher.loader, self.pinning.prefetcher = self.loader, self.prefetcher
         self.pinning.demoter = self.demoter
         self.freer = Freer(self.state, self.remover, spec)
+        self.chores = Chores(self.demoter, self.freer)
         self.recoverer = self.clearing.recoverer = Recoverer(self.state, self.remover)
 
     def handle(self, event: events.Event, now: float) -> list[Command]:
@@ -113,6 +117,8 @@ class Planner:
         if state.news:
             out[:0] = state.news
             state.news.clear()
+        if self.chores is not None:
+            self.chores.tell(out)
         return out
 
     def _end_due(self, now: float, out: list[Command]) -> None:
@@ -155,20 +161,22 @@ class Planner:
 
     def _wire_disk(self) -> dict[type, Handler]:
         demoter, loader, freer, recoverer = self.demoter, self.loader, self.freer, self.recoverer
-        lander = self.lander
-        if demoter is None or loader is None or lander is None or freer is None or recoverer is None:
+        lander, chores = self.lander, self.chores
+        if demoter is None or loader is None or lander is None or freer is None or recoverer is None or chores is None:
             return {}
         return {
             events.ArrivalsCancelled: lambda event, now, out: loader.give_up(event, out),
-            events.RecordsWritten: self._records_written,
+            events.RecordsWritten: lambda event, now, out: self._records_written(event, out),
             events.RecordsRead: lambda event, now, out: lander.done(event, now, out),
             events.SegmentFreed: lambda event, now, out: freer.done(event, out),
-            events.DiskRecovered: lambda event, now, out: recoverer.found(event, out),
+            events.DiskRecovered: lambda event, now, out: recoverer.found(event),
             events.RecoveryDone: lambda event, now, out: recoverer.finish(event, out),
-            events.SegmentLost: lambda event, now, out: freer.lost(event, out),
-            events.DiskForgotten: lambda event, now, out: self._disk_forgotten(out),
+            events.SegmentLost: lambda event, now, out: freer.lost(event),
+            events.DiskForgotten: lambda event, now, out: self._disk_forgotten(),
+            events.DiskMeasured: lambda event, now, out: loader.meter.believe(event.read_bytes_per_s),
             events.DiskChanged: lambda event, now, out: self._disk_changed(event, out),
             events.FlushStarted: lambda event, now, out: demoter.flush(out),
+            events.WorkResumed: lambda event, now, out: chores.resume(now, out),
         }
 
     def _wire_gpu(self) -> dict[type, Handler]:
@@ -180,19 +188,21 @@ class Planner:
             events.DeviceLost: lambda event, now, out: promoter.lost(event, out),
         }
 
-    def _records_written(self, event: events.RecordsWritten, now: float, out: list[Command]) -> None:
+    def _records_written(self, event: events.RecordsWritten, out: list[Command]) -> None:
         assert self.demoter is not None
         assert self.freer is not None
+        assert self.chores is not None
         self.demoter.done(event, out)
-        self.freer.look_ahead()
-        self.freer.make_room(out)
-        if (event.ends == events.WriteEnd.OK).all():  # else it would be asked again and again
-            self.demoter.refill(now, out)
+        self.freer.note_written()
+        if (event.ends == WriteEnd.OK).all():
+            self.chores.note()
+        else:
+            self.chores.note_failed()
 
-    def _disk_forgotten(self, out: list[Command]) -> None:
+    def _disk_forgotten(self) -> None:
         assert self.freer is not None
         assert self.recoverer is not None
-        self.freer.lose_all(out)
+        self.freer.lose_all()
         self.recoverer.begin_anew()
         self.state.disk.room_bytes = UNKNOWN_ROOM
 
@@ -203,9 +213,8 @@ class Planner:
             self.loader.turn_off(out)
 
     def _time_passed(self, event: events.TimePassed, now: float, out: list[Command]) -> None:
-        if self.demoter is not None and self.freer is not None and self.loader is not None:
-            self.freer.make_room(out)
-            self.demoter.refill(now, out)
+        if self.demoter is not None and self.chores is not None and self.loader is not None:
+            self.chores.note()
             self.pinning.tend(now, out)
             if not self.loader.loads:
                 self.demoter.write_early(now, out)
@@ -216,8 +225,8 @@ class Planner:
             self.foreign.reserve(event, now, out)
         else:
             self.granting.reserve(event, now, out)
-        if self.demoter is not None:
-            self.demoter.refill(now, out)
+        if self.chores is not None:
+            self.chores.note()
 
     def _copy_done(self, event: events.CopyDone, out: list[Command]) -> None:
         if event.copy in self.mover.moves:

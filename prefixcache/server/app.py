@@ -215,7 +215,7 @@ class Daemon:
 
     def _start(self) -> None:
         config = self.config
-        self.executor.start(self.owner.call)
+        self.executor.start(self.shell.background.post)
         self.gpus.start(self.executor.later)
         if config.warm_restart:
             pinned = restore(self.owner, self.memory)

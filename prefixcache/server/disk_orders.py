@@ -94,13 +94,17 @@ class DiskOrders:
             return self._revoked_one.wait_for(lambda: not self._revoking, timeout_s)
 
     def send(self, event: e.Event) -> None:
-        """Tell the planner, while there is one."""
+        """Tell the planner, while there is one, behind all ends of orders so far."""
         if self.shell is None or self.shell.owner.failure:
             return
         try:
-            self.shell.owner.call(event)
+            self.shell.background.call(event)
         except CallError:
             log.error("the planner has failed", extra={"facts": {"event": type(event).__name__}})
+
+    def _post(self, event: e.Event) -> None:
+        assert self.shell is not None  # else nothing was ordered
+        self.shell.background.post(event)
 
     # -- orders --------------------------------------------------------------------------------------------------
 
@@ -120,7 +124,7 @@ class DiskOrders:
         records, tier = order.records, self.tier
         name = self._registered(records.namespace)
         if tier is None or name is None:
-            self.send(_not_written(order.job, len(records.rows)))
+            self._post(_not_written(order.job, len(records.rows)))
             return
         entries = self._entries(records, name)
         at = records.slots.astype(np.int64) * SLOT_GRANULE
@@ -129,7 +133,7 @@ class DiskOrders:
             entries = told.entries
             segments, pages = entries["segment"].astype(np.uint32), entries["page"].astype(np.uint32)
             index, ends = told.which.astype(np.uint32), _write_ends(told.outcomes)
-            self.send(e.RecordsWritten(told.job, index, ends, segments, pages, self._room_bytes()))
+            self._post(e.RecordsWritten(told.job, index, ends, segments, pages, self._room_bytes()))
 
         tier.write(order.job, self._memory, at, entries, ended, order.digests)
 
@@ -138,7 +142,7 @@ class DiskOrders:
         name = self.names.get(records.namespace)
         if tier is None or name is None:
             index = np.arange(len(records.rows), dtype=np.uint32)
-            self.send(e.RecordsRead(order.job, index, np.full(len(index), e.ReadEnd.FAILED, np.uint8)))
+            self._post(e.RecordsRead(order.job, index, np.full(len(index), e.ReadEnd.FAILED, np.uint8)))
             return
         at = records.slots.astype(np.int64) * SLOT_GRANULE
 
@@ -148,7 +152,7 @@ class DiskOrders:
             if unknown:
                 log.warning("a block on disk has an unknown codec", extra={"facts": {"records": unknown}})
             ends = np.where(told.outcomes == Outcome.OK, e.ReadEnd.OK, np.where(lost, e.ReadEnd.LOST, e.ReadEnd.FAILED))
-            self.send(e.RecordsRead(told.job, told.which.astype(np.uint32), ends.astype(np.uint8)))
+            self._post(e.RecordsRead(told.job, told.which.astype(np.uint32), ends.astype(np.uint8)))
 
         tier.read(order.job, self._memory, at, self._entries(records, name), ended)
 
@@ -160,7 +164,7 @@ class DiskOrders:
     def _free(self, order: c.FreeSegment) -> None:
         tier, sizes = self.tier, [len(records.rows) for records in order.keep]
         if tier is None:
-            self.send(_not_freed(order.segment, sizes))
+            self._post(_not_freed(order.segment, sizes))
             return
         pieces = [self._entries(records, self.names[records.namespace]) for records in order.keep]
         keep = np.concatenate(pieces) if pieces else np.zeros(0, ENTRY)
@@ -174,7 +178,7 @@ class DiskOrders:
                 np.split(entries["page"].astype(np.uint32), cuts),
             )
             kept = tuple(zip(*split, strict=True)) if pieces else ()
-            self.send(e.SegmentFreed(order.segment, told.freed, kept, self._room_bytes()))
+            self._post(e.SegmentFreed(order.segment, told.freed, kept, self._room_bytes()))
 
         tier.free(order.segment, keep, ended)
 
@@ -245,7 +249,7 @@ class DiskOrders:
 
     def _room_bytes(self) -> int:
         tier = self.tier
-        return tier.status().free_bytes if tier is not None else 0
+        return tier.free_bytes if tier is not None else 0
 
 
 def _not_written(job: int, count: int) -> e.RecordsWritten:

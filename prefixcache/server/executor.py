@@ -80,7 +80,7 @@ class Executor:
         return self._queue.qsize()
 
     def start(self, report: Callable[[e.Event], object]) -> None:
-        """Start the thread; `report` takes the Done events (the owner's `call`)."""
+        """Start the thread; `report` takes the Done events."""
         self._report = report
         self._thread.start()
 

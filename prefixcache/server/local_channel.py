@@ -2,7 +2,8 @@
 
 Rules:
 1. The connection is the session: it is opened by the first call and ends with the connection or with its process.
-2. Everything here runs on the channel's thread; others hand work over with `post`.
+2. Everything here runs on the channel's thread; others hand work over with `post`. Between two looks for calls it does
+   one step of what nobody waits for (`background`).
 3. A process's exit is told by its pidfd, whoever else holds the socket. Its slots come back then, not at end of file.
 """
 
@@ -19,6 +20,7 @@ from typing import Final
 
 from prefixcache.server import frames
 from prefixcache.server.arrivals import Subscription
+from prefixcache.server.background import Background
 from prefixcache.server.dispatch import CallCounters, Payload, to_error
 from prefixcache.server.errors import CallError
 from prefixcache.server.local_connection import Connection
@@ -52,6 +54,7 @@ class Backend:
     """What the channel calls: `calls` by method number, and what is the channel's own business.
 
     `end` answers whether slots of the session still wait for the exit of its process; then `exited` will be called.
+    `background`: what the channel's thread does between calls.
     """
 
     calls: Mapping[int, Call]
@@ -59,6 +62,7 @@ class Backend:
     map_pool: MapPool
     end: Callable[[Session], bool]
     exited: Callable[[bytes], None]
+    background: Background
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,12 @@ class LocalChannel:
 
     def run(self) -> None:
         """The thread's work, until `stop`. Whatever ends it, peers see the end of their connections."""
+        background = self._backend.background
+        background.drive(self._wake_up)
         try:
             self._loop()
         finally:
+            background.leave()
             self._close()
 
     def _loop(self) -> None:
@@ -114,10 +121,12 @@ class LocalChannel:
         self._register(self._listener.fileno(), self._accept)
         self._register(self._wake, self._woken)
         targets, poll, unfinished, clock = self._targets, self._epoll.poll, self._unfinished, time.monotonic
+        work = self._work
         beat_at = looked_at = clock()
+        has_work = True
         self._beat()
         while not self._stopping:
-            for fd, mask in poll(0 if unfinished else _IDLE_S):
+            for fd, mask in poll(0 if unfinished or has_work else _IDLE_S):
                 target = targets.get(fd)
                 if target is not None:
                     target(mask)
@@ -127,6 +136,7 @@ class LocalChannel:
             if unfinished:
                 for _ in range(len(unfinished)):
                     unfinished.popleft().work()
+            has_work = work()
             now = clock()
             if now - beat_at > _IDLE_S:
                 beat_at = now
@@ -135,15 +145,26 @@ class LocalChannel:
                     looked_at = now
                     self._look_around(now)
 
+    def _work(self) -> bool:
+        """One step of what nobody waits for; whether more waits."""
+        try:
+            return self._backend.background.step()
+        except Exception as failure:  # the shell's top loop: calls get the planner's failure as answer
+            log.critical("an event failed", exc_info=failure)
+            return True
+
     def post(self, work: Callable[[], None]) -> None:
         """Run `work` on the channel's thread. Callable from any thread."""
         self._posted.append(work)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
         os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
         """Make `run` return. Callable from any thread; call `dispose` when it has returned."""
         self._stopping = True
-        os.eventfd_write(self._wake, 1)
+        self._wake_up()
 
     def dispose(self) -> None:
         """Nothing will be posted any more."""

@@ -15,6 +15,7 @@ from prefixcache.core import events as e
 from prefixcache.core.ids import ID_BYTES
 from prefixcache.core.spec import NamespaceSpec
 from prefixcache.server import layouts
+from prefixcache.server.background import Background
 from prefixcache.server.config import Config
 from prefixcache.server.errors import CallError
 from prefixcache.server.gpu import GpuStore
@@ -72,6 +73,7 @@ class Shell:
     gpus: GpuStore | None = None
 
     def __post_init__(self) -> None:
+        self.background = Background(self.owner)
         self.sessions = Sessions(self.config.max_sessions)
         self.holdings = Holdings()
         self.namespaces: dict[int, Namespace] = {}

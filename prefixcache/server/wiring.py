@@ -21,7 +21,7 @@ Answers = dict[str, Callable[[Any, Any], Any]]
 
 
 def follow_ends(orders: dict[type, Callable[..., None]], shell: Shell) -> None:
-    """Keep the tables of leases, reservations and namespaces as the planner ends them."""
+    """Keep the tables of leases, reservations and namespaces as the planner ends them, and what it left for later."""
     holdings = shell.holdings
 
     def lease_ended(order: c.LeaseEnded) -> None:
@@ -41,6 +41,7 @@ def follow_ends(orders: dict[type, Callable[..., None]], shell: Shell) -> None:
         shell.forget_namespace(order.namespace)
 
     orders[c.Arrived] = arrived
+    orders[c.MoreToDo] = shell.background.note_more
     orders[c.LeaseEnded] = lease_ended
     orders[c.NamespaceForgotten] = namespace_forgotten
     orders[c.ReservationEnded] = reservation_ended
@@ -120,6 +121,7 @@ def local_backend(shell: Shell, counters: CallCounters, pins: PinCalls) -> Backe
         map_pool=partial(_map_pool, shell),
         end=shell.end,
         exited=shell.exited,
+        background=shell.background,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from prefixcache.core.commands import Acquired, Arrived, Command, Committed, PromoteSlots, Released, Reserved
+from prefixcache.core.commands import Acquired, Arrived, Command, Committed, MoreToDo, PromoteSlots, Released, Reserved
 from prefixcache.core.events import (
     AcquireRequested,
     CommitRequested,
@@ -29,6 +29,7 @@ from prefixcache.core.events import (
     ReserveRequested,
     SessionOpened,
     TimePassed,
+    WorkResumed,
 )
 from prefixcache.core.ids import HOST_POOL, KEY_BYTES, SLOT_GRANULE, GroupKind, PoolId, Tier
 from prefixcache.core.planner import Planner
@@ -144,6 +145,7 @@ class SimulatedWorker:
         self._leases = 0
         self._hit_tokens = self._hit_blocks = self._promoted = 0
         self._waited_s = 0.0
+        self._has_more = False
         spec = NamespaceSpec(cache.block_tokens, (GroupSpec(GroupKind.FULL),), (PartSpec(0, 1, cache.block_bytes),))
         gpus = (_GPU_POOL,) if cache.gpu_blocks else ()
         self._tell(SessionOpened(_SESSION, can_map=False, gpu_pools=gpus), start_s)
@@ -242,6 +244,9 @@ class SimulatedWorker:
         commands = self.planner.handle(event, now)
         if self.disk is not None or self._cache.gpu_blocks:
             self._carry_out(commands, now)
+        while self._has_more:  # an ideal daemon: nothing ever waits
+            self._has_more = False
+            self._carry_out(self.planner.handle(WorkResumed(), now), now)
         return commands
 
     def _carry_out(self, commands: list[Command], now: float) -> None:
@@ -252,6 +257,8 @@ class SimulatedWorker:
             elif isinstance(command, PromoteSlots):
                 self._promoted += sum(len(part.sources) for part in command.parts)
                 self._tell(PromotionDone(command.copy, ok=True), now)
+            elif isinstance(command, MoreToDo):
+                self._has_more = True
             elif self.disk is not None:
                 self.disk.order(command, now)
 

@@ -24,6 +24,7 @@ from prefixcache.core.commands import (
     CopySlots,
     FreeSegment,
     LeaseEnded,
+    MoreToDo,
     PromoteSlots,
     Published,
     ReadRecords,
@@ -65,6 +66,7 @@ from prefixcache.core.events import (
     SnapshotRequested,
     SnapshotRestored,
     TimePassed,
+    WorkResumed,
 )
 from prefixcache.core.ids import HOST_POOL, KEY_BYTES, NamespaceKind, Tier
 from prefixcache.core.pin_messages import PinEnded
@@ -107,6 +109,7 @@ class Simulator:
         self.copies: Counter[tuple[int, bytes]] = Counter()  # in GPU pools, as published: (namespace, key)
         self.sums: Counter[str] = Counter()
         self.waiting: dict[bytes, tuple[Worker, Prompt, AcquireRequested]] = {}
+        self.has_more = False  # the planner waits to be resumed
         self.flavour = self.rng.choice(flavours)
         self.cleared: dict[int, set[bytes]] = {}  # keys that may not come back by themselves
         specs, self.rare_things = FLAVOURS[self.flavour]
@@ -118,10 +121,12 @@ class Simulator:
         self.diligence = self.rng.choice((0.2, 0.6, 0.9))
         self.slabs = self.rng.randint(2, 6 if "disk" not in self.flavour else 3)
         self.disk: FakeDisk | None = None
+        self.leisure = 1.0  # how often the planner is resumed at the end of a step
         self.recovery: Iterator[list[Event]] | None = None
         self.pace, self.limits = (0, 1, 3, 6), (None, None, None, 2)
         if "disk" in self.flavour:
             self.disk = FakeDisk(self.memory, self.rng)
+            self.leisure = self.rng.choice((0.2, 0.9, 1.0))
             self.trouble, self.diligence = self.rng.choice((0.15, 0.5)), self.rng.choice((0.6, 0.9))
             if self.flavour in ("disk_moves", "disk_windows"):
                 self.disk.haste = 0.0
@@ -179,6 +184,8 @@ class Simulator:
             self.rng.choice((self.look_up, self.act))()
         if self.disk is not None and self.rng.random() < self.disk.haste:
             self.disk_works()
+        if self.has_more and self.rng.random() < self.leisure:
+            self.resume()
         self.check()
 
     def finish(self) -> None:
@@ -214,6 +221,8 @@ class Simulator:
                 self.disk_works()
             elif self.executor.jobs:
                 self.executes()
+            elif self.has_more:
+                self.resume()
             else:
                 return
         raise SimError("work never ends")
@@ -242,6 +251,12 @@ class Simulator:
             choices += [self.write] * 6
         if choices:
             self.rng.choice(choices)(worker)
+
+    def resume(self) -> None:
+        """Nobody waits for an answer just now: the planner goes on with what could wait."""
+        self.has_more = False
+        self.send(WorkResumed())
+        self.check()
 
     def executes(self) -> None:
         event = self.executor.step()
@@ -502,8 +517,12 @@ class Simulator:
 
     def commit(self, worker: Worker, name: bytes, writing: Writing) -> None:
         told = writing.done[writing.told :]
+        by_layer = self.specs[writing.prompt.namespace].parts[0].layers > 0
         coverage = tuple(
-            Coverage(int(writing.reply.blocks[entry]), 1, part, heads.start, len(heads)) for entry, part, heads in told
+            Coverage(
+                int(writing.reply.blocks[entry]), 1, part, *((0, None) if by_layer else ()), heads.start, len(heads)
+            )
+            for entry, part, heads in told
         )
         more = bool(writing.todo) and self.rng.random() < 0.8
         whole = not writing.todo and self.rng.random() < 0.5 and not writing.shared
@@ -590,6 +609,7 @@ class Simulator:
     def _begin_anew(self) -> None:
         """A planner that knows nothing: before its first event, so does who checks it."""
         self.planner = self._new_planner()
+        self.has_more = False
         self.visible = {number: set() for number in self.specs}
         self.on_disk_only = {number: set() for number in self.specs}
         self.priorities.forget()
@@ -647,6 +667,10 @@ class Simulator:
             self.executor.begin(command)
         elif isinstance(command, (WriteRecords, ReadRecords, FreeSegment, CancelReads, RevokeRecords)):
             self._order_disk(command)
+        elif isinstance(command, MoreToDo):
+            if self.has_more:
+                raise SimError("asked to be resumed twice")
+            self.has_more = True
         elif isinstance(command, Arrived):
             for worker in self.workers:
                 if command.lease in worker.readings:

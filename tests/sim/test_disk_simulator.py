@@ -5,18 +5,21 @@ That no seed finds anything without one is in test_simulator, whose seeds have d
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from prefixcache.core import acquiring, arriving, demoting, freeing, landing, patching, radix
+from prefixcache.core import acquiring, arriving, demoting, fates, landing, patching, radix
+from prefixcache.core.chores import Chores
 from prefixcache.core.clearing import Clearing
-from prefixcache.core.commands import Command, SetGenerations
+from prefixcache.core.commands import Command, MoreToDo, SetGenerations
 from prefixcache.core.demoting import Demoter
 from prefixcache.core.disk import Disk
 from prefixcache.core.events import ReadEnd, RecordsRead, RecordsWritten
+from prefixcache.core.fates import NodesOf
 from prefixcache.core.filling import Filling
 from prefixcache.core.freeing import Freer
 from prefixcache.core.ids import NO_SLOT
@@ -79,7 +82,31 @@ def children_on_disk_outlive_their_parent(patch: Patch) -> None:
 
 
 def segments_freed_under_children(patch: Patch) -> None:
-    patch.setattr(freeing, "_cut", lambda node, here, gone, *, mercy: 0 if here.all() else node.count)
+    patch.setattr(fates, "may_leave", lambda node, gone: node.cold)
+
+
+def nodes_emptied_that_are_not_there_any_more(patch: Patch) -> None:
+    """What was true when a segment was chosen is taken for true in a later step."""
+    right, seen = NodesOf.add, weakref.WeakKeyDictionary[Any, dict[int, Any]]()
+
+    def add(self: NodesOf, space: Namespace, rows: Any) -> None:
+        right(self, space, rows)
+        seen.setdefault(self, {}).update(space.tree.index.by_number if space.tree.index else {})
+
+    def take(self: NodesOf, most: int) -> Any:
+        space, numbers = self._left.popleft()
+        return space, [seen[self][number] for number in reversed(numbers)]
+
+    patch.setattr(NodesOf, "add", add)
+    patch.setattr(NodesOf, "take", take)
+
+
+def left_for_later_and_not_told(patch: Patch) -> None:
+    patch.setattr(Chores, "tell", lambda self, out: None)
+
+
+def asked_for_a_turn_again_and_again(patch: Patch) -> None:
+    patch.setattr(Chores, "tell", lambda self, out: out.append(MoreToDo()) if self.is_due else None)
 
 
 def cleared_blocks_without_tombstone(patch: Patch) -> None:
@@ -275,6 +302,9 @@ PLANTED: tuple[Callable[[Patch], None], ...] = (
     one_part_on_disk_taken_for_all,
     children_on_disk_outlive_their_parent,
     segments_freed_under_children,
+    nodes_emptied_that_are_not_there_any_more,
+    left_for_later_and_not_told,
+    asked_for_a_turn_again_and_again,
     cleared_blocks_without_tombstone,
     cleared_blocks_found_again,
     moved_records_read_where_they_were,

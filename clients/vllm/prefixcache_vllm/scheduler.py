@@ -10,7 +10,7 @@ Rules:
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from prefixcache.identity.fingerprint import NamespaceIdentity
@@ -32,6 +32,8 @@ log = logging.getLogger("prefixcache_vllm")
 _IMAGE: Final = "mm"
 _RUNNING: Final = "RUNNING"
 _OVERLAP: Final = 2
+_DRAFT_MODEL: Final = "draft_model"
+"""Counted for each request whose prefix was loaded for the model but not for its draft model."""
 _MAX_ROOTS: Final = 1024
 """Roots of salts that are remembered: as many tenants as send requests at a time."""
 _NOTHING: Final = StepOrders()
@@ -81,7 +83,7 @@ class SchedulerSide:
     def arrived(self, request: Any) -> None:
         """See KVConnectorBase_V1.on_new_request."""
         entry = self._entry(request)
-        if entry is None or not self._loads:
+        if entry is None or not self._loads or _reads_nothing(request):
             return
         self._catch_up(entry, request)
         keys = entry.chain.keys()
@@ -92,7 +94,7 @@ class SchedulerSide:
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """See KVConnectorBase_V1.get_num_new_matched_tokens."""
         entry = self._entry(request)
-        if entry is None or not self._loads:
+        if entry is None or not self._loads or _reads_nothing(request):
             return 0, False
         now = time.monotonic()
         if self.book.waits(entry, now):  # asked in every step: nothing else is looked at
@@ -109,6 +111,8 @@ class SchedulerSide:
         ticket = self.book.placed(entry, external_tokens)
         if ticket is None:
             return
+        if self._engine.draft_layers:
+            self.book.reasons[_DRAFT_MODEL] += 1
         first, end = entry.from_token, entry.from_token + external_tokens
         # The last block may hold more than fits: an engine that computes the last token itself has asked for less.
         order = LoadOrder(
@@ -129,12 +133,7 @@ class SchedulerSide:
         orders, self._orders = self._orders, StepOrders()
         scheduled = scheduler_output.num_scheduled_tokens
         if self._saves:
-            for request_id, count in scheduled.items():
-                request = self._requests.get(request_id)
-                entry = self.book.get(request_id)
-                if request is not None and entry is not None:
-                    computed = request.num_computed_tokens + count
-                    self._save(orders, entry, request, computed, self._tables.get(request_id))
+            self._save_scheduled(orders, scheduled)
         orders.leaving = self._leaving(scheduler_output)
         self._running = (self._running - orders.leaving).union(scheduled)
         orders.closing, self._closing = frozenset(self._closing), set()
@@ -206,6 +205,10 @@ class SchedulerSide:
         self._namespaces.clear()
         self._namespace_of("", self._identity)
 
+    def fingerprints(self) -> list[bytes]:
+        """Of the namespaces in use."""
+        return [namespace.epoch.fingerprint for namespace in self._namespaces.values()]
+
     def _leaving(self, scheduler_output: Any) -> frozenset[str]:
         """Requests that lost their blocks since the last step. Not every version says so; the status does."""
         left_out = self._running - scheduler_output.num_scheduled_tokens.keys()
@@ -253,7 +256,8 @@ class SchedulerSide:
             return self._namespaces[""]
         name = f"{lora.lora_int_id} {lora.lora_name} {lora.lora_path}"
         known = self._namespaces.get(name)
-        if known is None:
+        # `load_inplace`: the worker reads the files again for this request, whatever it has under that name.
+        if known is None or getattr(lora, "load_inplace", False):
             identity = self._engine.with_lora(str(lora.lora_path), self._identity)
             known = self._namespace_of(name, identity)
         return known
@@ -269,13 +273,28 @@ class SchedulerSide:
         if have < request.num_tokens:
             entry.chain.add(request.all_token_ids[have:])
 
+    def _save_scheduled(self, orders: StepOrders, scheduled: Mapping[str, int]) -> None:
+        """Order what becomes whole in this step. Nearly every request of nearly every step only decodes a token: that
+        must cost next to nothing, and vLLM's tables, which are made when they are asked for, are left alone."""
+        size = self._options.block_tokens
+        for request_id, count in scheduled.items():
+            request, entry = self._requests.get(request_id), self.book.get(request_id)
+            if request is None or entry is None:
+                continue
+            computed = request.num_computed_tokens + count
+            if computed // size > entry.saved_blocks and self._known(request, computed) // size > entry.saved_blocks:
+                self._save(orders, entry, request, computed, self._tables.get(request_id))
+
+    def _known(self, request: Any, computed: int) -> int:
+        """Of `computed` tokens those to save. Tokens not known yet (drafts, results on their way) wait."""
+        most: int = request.num_prompt_tokens if self._options.prompt_only else request.num_tokens
+        return min(computed, most)
+
     def _save(
         self, orders: StepOrders, entry: Entry, request: Any, computed: int, table: tuple[list[int], ...] | None
     ) -> None:
-        """Order what is whole when `computed` tokens are. Tokens not known yet (drafts, results on their way) wait."""
-        known = min(computed, request.num_tokens)
-        if self._options.prompt_only:
-            known = min(known, request.num_prompt_tokens)
+        """Order what is whole when `computed` tokens are."""
+        known = self._known(request, computed)
         if table is None or known // self._options.block_tokens <= entry.saved_blocks:
             return
         self._catch_up(entry, request)
@@ -301,13 +320,17 @@ class SchedulerSide:
 
     def _announced(self, request: Any, order: SaveOrder) -> StoredBlocks:
         size, first = self._options.block_tokens, order.first_block * KEY_BYTES
+        lora = getattr(request, "lora_request", None)
         return StoredBlocks(
             order.keys[first:],
             order.keys[first - KEY_BYTES : first] if first else None,
             tuple(request.all_token_ids[order.first_block * size : order.end_block * size]),
             size,
-            str(getattr(getattr(request, "lora_request", None), "lora_name", "") or ""),
+            str(getattr(lora, "lora_name", "") or ""),
             str(getattr(request, "cache_salt", None) or ""),
+            None if lora is None else int(lora.lora_int_id),
+            order.first_block * size,
+            _images(request),
         )
 
     def _pages(self, table: tuple[list[int], ...], first: int, end: int) -> tuple[PageRun, ...]:
@@ -327,6 +350,17 @@ def _left_alone(request: Any) -> str:
     if getattr(request, "resumable", False):
         return "streaming_input"
     return ""
+
+
+def _images(request: Any) -> tuple[tuple[str, int, int], ...]:
+    """(identifier, first token, tokens) of each."""
+    features = getattr(request, "mm_features", None) or ()
+    return tuple((str(f.identifier), int(f.mm_position.offset), int(f.mm_position.length)) for f in features)
+
+
+def _reads_nothing(request: Any) -> bool:
+    """Whether every token has to be computed, because something about each is asked for (`prompt_logprobs`)."""
+    return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
 def _extras(request: Any) -> list[Extra]:

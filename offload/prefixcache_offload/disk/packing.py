@@ -132,7 +132,7 @@ class Packer:
         if packed is None or packed.pages > MOST_CODED_PAGES:
             counters.kept_raw["does_not_shrink"] += 1
             return
-        item.stored = packed.memory
+        item.store(packed.memory)
         counters.packed += 1
         counters.packed_bytes += item.length
         counters.packed_to_bytes += packed.memory.nbytes

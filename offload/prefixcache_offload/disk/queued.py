@@ -6,7 +6,7 @@ from threading import RLock
 
 import numpy as np
 
-from prefixcache_offload.disk.records import PAGE, Bytes, Entries, digest, pages_of, stored_bytes
+from prefixcache_offload.disk.records import PAGE, Bytes, Entries, Mask, Pages, digest, pages_of
 from prefixcache_offload.disk.seam import scratch
 from prefixcache_offload.disk.shared import Done, Indexes
 
@@ -30,30 +30,42 @@ class WriteJob:
     left: int = 0
     turn: RLock = field(default_factory=RLock)
     """Held around each call of `done`, so that the call with nothing left comes last."""
+    segments: Pages = field(init=False)
+    pages: Pages = field(init=False)
+    """Columns of `entries`, found once and not once a record."""
+    checked: Mask = field(init=False)
+    """Which payloads have a digest that they must have."""
+
+    def __post_init__(self) -> None:
+        """Look at all records at once for what each of them will be asked."""
+        self.segments, self.pages = self.entries["segment"], self.entries["page"]
+        self.checked = np.zeros(len(self.entries), np.bool_)
+        if self.expected is not None:
+            self.checked[:] = self.expected.any(axis=1)
 
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """One record that waits. length: of the block's bytes. stored: its smaller form, whole pages, once it is made;
-    waits_until: how long it may wait for that on the tier's clock, 0 for not at all."""
+    """One record that waits. length: of the block's bytes. size: of the payload as it goes to disk. stored: its smaller
+    form, whole pages, once it is made; waits_until: how long it may wait for that on the tier's clock, 0 for not at
+    all."""
 
     job: WriteJob
     which: int
     length: int
+    size: int
+    is_tombstone: bool
     stored: memoryview | None = None
     waits_until: float = 0.0
-
-    @property
-    def size(self) -> int:
-        """Bytes of the payload as it goes to disk."""
-        if self.stored is not None:
-            return self.stored.nbytes
-        return int(stored_bytes(self.job.entries[self.which : self.which + 1])[0])
 
     @property
     def pages(self) -> int:
         """Pages of the record, header included."""
         return 1 + pages_of(self.size)
+
+    def store(self, smaller: memoryview) -> None:
+        """Its smaller form is made."""
+        self.stored, self.size = smaller, smaller.nbytes
 
     def payload(self) -> memoryview:
         """What is to be written, u8[size]."""
@@ -64,7 +76,7 @@ class Item:
 
     def is_corrupt(self) -> bool:
         """Whether the block's bytes are not those that its writer expects."""
-        if self.job.expected is None or not self.job.expected[self.which].any():
+        if self.job.expected is None or not self.job.checked[self.which]:
             return False
         start = int(self.job.at[self.which])
         expected: bytes = self.job.expected[self.which].tobytes()

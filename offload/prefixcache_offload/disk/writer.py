@@ -13,13 +13,25 @@ import numpy as np
 from prefixcache_offload.disk.outcomes import Outcome, outcome_of, trouble_of
 from prefixcache_offload.disk.packing import Packer
 from prefixcache_offload.disk.queued import Item, WriteJob
-from prefixcache_offload.disk.records import PAGE, Codec, Entries, Kind, Mask, digest, footer_bytes, write_headers
+from prefixcache_offload.disk.records import (
+    ENTRY,
+    PAGE,
+    Codec,
+    Entries,
+    Kind,
+    Mask,
+    digest,
+    footer_bytes,
+    stored_bytes,
+    write_headers,
+)
 from prefixcache_offload.disk.seam import scratch, write_fully
 from prefixcache_offload.disk.segments import Segment, Stage
 from prefixcache_offload.disk.shared import Ended, Indexes, Outcomes, Shared
 from prefixcache_offload.disk.tail import Tail
 
 _MOST_IN_BATCH = 128
+_BLOCK, _TOMBSTONE, _LOSSLESS = int(Kind.BLOCK), int(Kind.TOMBSTONE), int(Codec.LOSSLESS)
 
 
 class _Batch(NamedTuple):
@@ -58,36 +70,37 @@ class Writer:
             revoked = shared.tombstones.revoked(entries) if job.again else np.zeros(len(entries), np.bool_)
             first = shared.draw_sequences(len(entries))
             entries["sequence"] = np.arange(first, first + len(entries), dtype=np.uint64)
-            fresh = (entries["kind"] == Kind.TOMBSTONE) & (entries["revokes"] == 0)
+            fresh = (entries["kind"] == _TOMBSTONE) & (entries["revokes"] == 0)
             entries["revokes"][fresh] = entries["sequence"][fresh]
             if job.admitted is not None:
                 job.admitted(entries)
-            refusals = [self._admit(job, i, gone=bool(gone)) for i, gone in enumerate(revoked)]
+            columns = (entries["length"], stored_bytes(entries), entries["kind"] == _TOMBSTONE, revoked)
+            told = enumerate(zip(*(column.tolist() for column in columns), strict=True))
+            refusals = [self._admit(Item(job, i, *about), gone=gone) for i, (*about, gone) in told]
             shared.writes_wait.notify(len(entries))
         outcomes = np.array(refusals, np.uint8)
         refused = np.flatnonzero(outcomes)
         if refused.size:
             self._end(job, refused, outcomes[refused])
 
-    def _admit(self, job: WriteJob, which: int, *, gone: bool) -> Outcome:
+    def _admit(self, item: Item, *, gone: bool) -> Outcome:
         """Queue a record and answer OK, or why it may not be queued."""
         shared, options = self._shared, self._shared.options
-        length, kind = int(job.entries["length"][which]), int(job.entries["kind"][which])
+        length, again = item.length, item.job.again
         if shared.closing:
             return Outcome.SHUT_DOWN
         if shared.health.writes_off is not None:
             return Outcome.TIER_OFF
-        if gone and kind == Kind.BLOCK:
+        if gone and not item.is_tombstone:
             return Outcome.REVOKED
         if length > options.new_segment_bytes - footer_bytes(1) - PAGE:
             return Outcome.NO_ROOM
-        must = job.again or kind == Kind.TOMBSTONE
+        must = again or item.is_tombstone
         if not must and self._queued_bytes + length > max(options.queue_bytes, length):
             return Outcome.QUEUE_FULL
         self._queued_bytes += length
-        item = Item(job, which, length)
-        (self._again if job.again else self._queue).append(item)
-        self._tombstones += kind == Kind.TOMBSTONE and not job.again
+        (self._again if again else self._queue).append(item)
+        self._tombstones += item.is_tombstone and not again
         self.packer.offer_locked(item)
         return Outcome.OK
 
@@ -143,20 +156,19 @@ class Writer:
             size += item.size
             items.append(queue.popleft())
             self._unqueued(item)
-            entries = item.job.entries[item.which : item.which + 1]
-            entries["segment"] = segment.number
-            entries["page"] = segment.promise(item.pages, 1)
+            job, which = item.job, item.which
+            job.segments[which] = segment.number
+            job.pages[which] = segment.promise(item.pages, 1)
             if item.stored is not None:
-                entries["codec"], entries["pages"] = Codec.LOSSLESS, item.pages - 1
+                job.entries["codec"][which], job.entries["pages"][which] = _LOSSLESS, item.pages - 1
         self._active.append(int(items[0].job.entries["sequence"][items[0].which]))
         segment.writes += 1
-        entries = np.concatenate([i.job.entries[i.which : i.which + 1] for i in items])
-        return _Batch(segment, items, entries, np.zeros(len(items), np.bool_))
+        return _Batch(segment, items, _entries_of(items), np.zeros(len(items), np.bool_))
 
     def _unqueued(self, item: Item) -> None:
         """It waits no more; the lock is held."""
         self._queued_bytes -= item.length
-        self._tombstones -= item.job.entries["kind"][item.which] == Kind.TOMBSTONE and not item.job.again
+        self._tombstones -= item.is_tombstone and not item.job.again
 
     # --- one batch -------------------------------------------------------------------------------------------------
 
@@ -215,8 +227,6 @@ class Writer:
                     shared.counters.written_bytes += item.length
 
     def _end_batch(self, batch: _Batch, outcome: Outcome) -> None:
-        for i, item in enumerate(batch.items):
-            item.job.entries["digest"][item.which] = batch.entries["digest"][i]
         corrupt = batch.corrupt.tolist()
         self._end_all([item for item, bad in zip(batch.items, corrupt, strict=True) if not bad], outcome)
         self._end_all([item for item, bad in zip(batch.items, corrupt, strict=True) if bad], Outcome.MISMATCH)
@@ -225,8 +235,8 @@ class Writer:
         with job.turn:
             job.left -= len(index)
             with self._shared.lock:
-                for outcome in outcomes.tolist():
-                    self._shared.counters.writes[Outcome(outcome)] += 1
+                for outcome in set(outcomes.tolist()):
+                    self._shared.counters.writes[Outcome(outcome)] += int(np.count_nonzero(outcomes == outcome))
             job.done(Ended(job.job, index, outcomes, job.entries[index], job.left))
 
     # --- segments --------------------------------------------------------------------------------------------------
@@ -256,8 +266,8 @@ class Writer:
         queue = self._again or self._queue
         if not queue:
             return None, []
-        urgent = queue is self._again or queue[0].job.entries["kind"][queue[0].which] == Kind.TOMBSTONE
-        if self._shared.table.may_add(reserve=bool(urgent)):
+        urgent = queue is self._again or queue[0].is_tombstone
+        if self._shared.table.may_add(reserve=urgent):
             return self._shared.table.begin(), []
         dropped = queue.popleft()
         self._unqueued(dropped)
@@ -297,11 +307,29 @@ class Writer:
         return all(waiting > sequence for waiting in (*heads, *self._active))
 
 
+def _entries_of(items: list[Item]) -> Entries:
+    """Their entries in one array, which is that of their job itself where they follow each other in one."""
+    first, last = items[0], items[-1]
+    if first.job is last.job and all(item.job is first.job for item in items):
+        stretch = first.job.entries[first.which : last.which + 1]
+        if len(stretch) == len(items):
+            return stretch
+    entries = np.empty(len(items), ENTRY)
+    for i, item in enumerate(items):
+        entries[i] = item.job.entries[item.which]
+    return entries
+
+
 def _digest(batch: _Batch) -> None:
     """Fill in what the payloads are, and find those that are not what they should be."""
+    digests = batch.entries["digest"]
     for i, item in enumerate(batch.items):
+        job, which = item.job, item.which
         if item.is_corrupt():
             batch.corrupt[i] = True  # its place is given: it stays a record that cannot be read
-            batch.entries["digest"][i] = 0
-        elif item.stored is not None or not item.job.digested:
-            batch.entries["digest"][i] = np.frombuffer(digest(item.payload()), np.uint8)
+            digests[i] = 0
+        elif item.stored is None and job.expected is not None and job.checked[which]:
+            digests[i] = job.expected[which]  # just found to be so
+        elif item.stored is not None or not job.digested:
+            digests[i] = np.frombuffer(digest(item.payload()), np.uint8)
+        job.entries["digest"][which] = digests[i]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from prefixcache.core.commands import Arrived, Command, FreeSegment, ReadRecords, Records, WriteRecords
+from prefixcache.core.commands import Arrived, Command, FreeSegment, MoreToDo, ReadRecords, Records, WriteRecords
 from prefixcache.core.events import (
     ClearRequested,
     DiskChanged,
@@ -18,6 +18,7 @@ from prefixcache.core.events import (
     RecoveryDone,
     SegmentFreed,
     TimePassed,
+    WorkResumed,
     WriteEnd,
 )
 from prefixcache.core.ids import Tier
@@ -107,6 +108,10 @@ class DiskHarness(Harness):
         acquired = self.acquire(letters, deadline_s=100.0)
         self.end_reads()
         self.release(acquired)
+
+    def resume(self) -> bool:
+        """One step of what can be done later, for a harness that `is_busy`; whether there is more."""
+        return any(isinstance(command, MoreToDo) for command in self.send(WorkResumed()))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds

@@ -8,7 +8,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from prefixcache.core import invariants
-from prefixcache.core.commands import Acquired, Command, Committed, LookedUp, Refused, Released, Reply, Reserved
+from prefixcache.core.commands import (
+    Acquired,
+    Command,
+    Committed,
+    LookedUp,
+    MoreToDo,
+    Refused,
+    Released,
+    Reply,
+    Reserved,
+)
 from prefixcache.core.events import (
     AcquireRequested,
     CommitRequested,
@@ -20,6 +30,7 @@ from prefixcache.core.events import (
     ReserveRequested,
     SessionEnded,
     SessionOpened,
+    WorkResumed,
 )
 from prefixcache.core.ids import GroupKind, Tier
 from prefixcache.core.planner import Planner
@@ -51,7 +62,8 @@ def name(number: int) -> bytes:
 
 
 class Harness:
-    """`now` moves only when a test says so. gpu_slots: of a GPU pool (number 1), 0 for none."""
+    """`now` moves only when a test says so, and what can be done later is done at once, unless `is_busy`. gpu_slots: of
+    a GPU pool (number 1), 0 for none."""
 
     def __init__(
         self, slots: int = 64, slab_slots: int = 16, spec: NamespaceSpec = ONE_PART, gpu_slots: int = 0, **config: Any
@@ -62,6 +74,7 @@ class Harness:
         self.planner = Planner(PlannerConfig(tuple(pools), **config))
         self.now = 0.0
         self.ids = 0
+        self.is_busy = False  # while it is, nothing is resumed
         self.all: list[Command] = []
         self.send(SessionOpened(A, True))
         self.send(SessionOpened(B, False))
@@ -75,6 +88,9 @@ class Harness:
     def send(self, event: Event) -> list[Command]:
         self.all = self.planner.handle(event, self.now)
         invariants.check(self.planner)
+        while self.all and isinstance(self.all[-1], MoreToDo) and not self.is_busy:
+            self.all = self.all[:-1] + self.planner.handle(WorkResumed(), self.now)
+            invariants.check(self.planner)
         return self.all
 
     def ask(self, event: Event, answer: type[_Answer]) -> _Answer:

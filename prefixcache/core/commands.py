@@ -127,12 +127,14 @@ class LeaseEnded:
 
 @dataclass(slots=True)
 class LookedUp:
-    """Longest restorable prefix from block 0, in blocks, and its tokens behind `from_block` by tier."""
+    """Longest restorable prefix from block 0, in blocks, its tokens behind `from_block` by tier, and how long those on
+    disk would take to load."""
 
     matched_blocks: int
     tokens: tuple[int, int, int, int]
     stop: Miss | None
     present: NDArray[np.bool_] | None = None
+    load_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -88,6 +88,12 @@ class Disk:
         column.segments[rows] = segments
         column.pages[rows] = pages
         size = space.spec.parts[part].size_bytes
+        first = segments[0]
+        if (segments == first).all():
+            segment = self.segment(int(first))
+            segment.pieces.append((space, part, rows, pages))
+            segment.live_bytes += size * len(rows)
+            return
         for number in np.unique(segments).tolist():
             mine = segments == number
             segment = self.segment(number)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from prefixcache.core.disk_events import DiskChanged as DiskChanged
 from prefixcache.core.disk_events import DiskForgotten as DiskForgotten
+from prefixcache.core.disk_events import DiskMeasured as DiskMeasured
 from prefixcache.core.disk_events import DiskRecovered as DiskRecovered
 from prefixcache.core.disk_events import FlushStarted as FlushStarted
 from prefixcache.core.disk_events import RecoveryDone as RecoveryDone
@@ -127,8 +128,7 @@ class ReserveRequested:
 
     keys: the chain from block 0. parents (foreign namespaces only): None, or 32 bytes per key, zeros for no parent.
     part_mask: bit p set = part p will be written. priority (table.LOW, NORMAL, HIGH): of new blocks; those of `keys`
-    that are stored get it as well, if it is higher than theirs. shared: several sessions fill it, each asking for the
-    same under the same id.
+    that are stored get it as well, if it is higher than theirs. shared: several sessions ask for the same and fill it.
     """
 
     session: SessionId
@@ -145,15 +145,16 @@ class ReserveRequested:
 
 @dataclass(slots=True)
 class Coverage:
-    """What one writer has filled: blocks `[first_block, first_block + block_count)` (numbers in the chain; in a
-    foreign namespace places in the reserved keys), of one part, of heads `[first_head, first_head + head_count)`
-    (None: to the last)."""
+    """What one writer has filled: blocks (numbers in the chain; in a foreign namespace places in the reserved keys), of
+    one part, of so many heads and layers (None: to the last), each from a first one on."""
 
     first_block: int
     block_count: int
     part: int
     first_head: int = 0
     head_count: int | None = None
+    first_layer: int = 0
+    layer_count: int | None = None
 
 
 @dataclass(slots=True)
@@ -169,8 +170,8 @@ class CommitRequested:
 
 @dataclass(slots=True)
 class AbortRequested:
-    """The writer gives up and writes no more. What was not made visible comes back. shared: also where this session
-    has not asked for it, now or later. Answer: Aborted | Refused."""
+    """The writer gives up and writes no more; what was not made visible comes back. shared: also where it never asked.
+    Answer: Aborted | Refused."""
 
     session: SessionId
     reservation: ReservationId
@@ -367,6 +368,7 @@ Event: TypeAlias = (
     | RecoveryDone
     | SegmentLost
     | DiskForgotten
+    | DiskMeasured
     | DiskChanged
     | FlushStarted
     | WorkResumed

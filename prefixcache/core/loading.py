@@ -100,6 +100,10 @@ class Loader:
         self.loads: dict[int, Load] = {}
         self.meter = ReadMeter(spec.read_bytes_per_s, spec.read_latency_s)
 
+    def load_s(self, size_bytes: int) -> float:
+        """How long it would take now to bring so many bytes to memory."""
+        return self.meter.wait_s() + size_bytes / self.meter.bytes_per_s
+
     def plan(
         self, event: AcquireRequested, space: Namespace, path: Path, limit: int, now: float, out: list[Command]
     ) -> Wish:

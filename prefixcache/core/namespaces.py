@@ -150,6 +150,13 @@ class Namespace:
         found = np.flatnonzero(good)
         return from_block + int(found[-1]) + 1 if len(found) else from_block
 
+    def learn_layers(self, spec: NamespaceSpec) -> bool:
+        """Takes the layers of an otherwise equal spec where they are not known yet; False if it has other ones."""
+        told, known = (tuple(part.layers for part in each.parts) for each in (spec, self.spec))
+        if not any(known):
+            self.spec = spec
+        return told == known or not any(told) or not any(known)
+
     def group_present(self, group: int, rows: Rows) -> NDArray[np.bool_]:
         """bool[n]: which rows have every part of a group, in memory or on disk."""
         present = np.ones(len(rows), np.bool_)

@@ -8,6 +8,8 @@ lacks its front when all is told is dropped and counted. Must not know: files, t
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from prefixcache.core.commands import Change, Command, RevokeRecords
@@ -15,13 +17,15 @@ from prefixcache.core.events import DiskRecovered, RecoveryDone
 from prefixcache.core.ids import KEY_BYTES, Rows
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.nodes import place_of
-from prefixcache.core.radix import ROW_DTYPE, VISIBLE, Path
+from prefixcache.core.radix import NOT_QUEUED, ROW_DTYPE, VISIBLE, Path, path_to
 from prefixcache.core.reasons import DiskDrop
 from prefixcache.core.removal import Remover
 from prefixcache.core.state import State
 from prefixcache.core.table import NO_SEGMENT
+from prefixcache.core.told import Column, Run, Told, Where
 
 _NO_PARENT = bytes(KEY_BYTES)
+_NOWHERE: Rows = np.empty(0, np.uint32)
 _TOMBSTONE_BYTES = 1024 * KEY_BYTES  # fits any segment
 
 
@@ -33,176 +37,148 @@ def tombstones(namespace: int, keys: bytes) -> list[RevokeRecords]:
     ]
 
 
-class _Found:
-    """One block that was told: its parent, and (segment, page) of each part, None for what was not told yet.
-    left: parts without which it is nothing."""
-
-    __slots__ = ("left", "parent", "places")
-
-    def __init__(self, parent: bytes, space: Namespace) -> None:
-        self.parent = parent
-        self.places: list[tuple[int, int] | None] = [None] * len(space.strides)
-        self.left = len(space.full_parts) or 1
-
-
-class _Space:
-    """What was told of one namespace. `attached`: (parent, row) of blocks that are in the tree by now."""
-
-    def __init__(self) -> None:
-        self.found: dict[bytes, _Found] = {}
-        self.children: dict[bytes, dict[bytes, None]] = {}  # by parent, in the order in which they were told
-        self.attached: dict[bytes, tuple[bytes, int]] = {}
-        self.cleared: set[bytes] = set()
-        self.all_cleared = False
-
-
 class Recoverer:
     """Handler of DiskRecovered and RecoveryDone."""
 
     def __init__(self, state: State, remover: Remover) -> None:
         self.state = state
         self.remover = remover
-        self.spaces: dict[int, _Space] = {}
+        self.spaces: dict[int, Told] = {}
 
     def begin_anew(self) -> None:
         """Another directory will be told."""
         self.spaces.clear()
         self.state.disk.recovered = False
 
-    def found(self, event: DiskRecovered, out: list[Command]) -> None:
+    def found(self, event: DiskRecovered) -> None:
         """Records of one segment and namespace."""
         self.state.disk.segment(event.segment)
         space = self.state.namespaces.get(event.namespace)
-        if space is None or not space.on_disk or self.state.disk.recovered:
+        if space is None or not space.on_disk or self.state.disk.recovered or not event.keys:
             return
-        told = self.spaces.setdefault(event.namespace, _Space())
+        told = self._told(space)
         if told.all_cleared:
             return
-        whole = self._note(space, told, event)
-        for key in whole:
-            block = told.found.get(key)
-            if block is not None and (block.parent == _NO_PARENT or block.parent in told.attached):
-                self._attach(space, told, key, out)
+        for run in list(told.take(event)):
+            told.wait(run)
+        for parent in told.fresh():
+            above = told.run_of.get(parent)
+            if parent == _NO_PARENT or (above is not None and above.rows is not None):
+                self._attach(space, told, parent)
 
     def cleared(self, space: Namespace, keys: set[bytes] | None) -> None:
         """A namespace (None) or the blocks below some keys were cleared: they do not come back."""
         if self.state.disk.recovered or not space.on_disk:
             return
-        told = self.spaces.setdefault(space.number, _Space())
+        told = self._told(space)
         if keys is None:
-            told.all_cleared = True
-            told.found.clear()
-            told.children.clear()
+            told.clear_all()
         else:
-            told.cleared |= keys
-            for key in keys:
-                told.found.pop(key, None)
+            told.clear(keys)
 
     def finish(self, event: RecoveryDone, out: list[Command]) -> None:
         """Everything was told."""
         for number, told in self.spaces.items():
-            self.state.stats.disk_drops[DiskDrop.ORPHANED] += len(told.found)
+            left_over = told.left_over()
+            self.state.stats.disk_drops[DiskDrop.ORPHANED] += len(left_over)
             # Nobody could name them in a clear any more, so they go for good.
             if event.complete:
-                out += tombstones(number, b"".join(told.found))
+                out += tombstones(number, b"".join(left_over))
         self.spaces.clear()
         self.state.disk.recovered = True
 
-    def _note(self, space: Namespace, told: _Space, event: DiskRecovered) -> list[bytes]:
-        """Keeps what was told; answers the keys of blocks that are whole now."""
-        whole = []
-        count = len(space.strides)
-        pages, parts = event.pages.tolist(), event.parts.tolist()
-        for place in range(len(pages)):
-            at = place * KEY_BYTES
-            key = event.keys[at : at + KEY_BYTES]
-            if key in told.cleared:
-                continue
-            part, where = parts[place], (event.segment, pages[place])
-            if key in told.attached:
-                self._add_part(space, key, told.attached[key][1], part, where)
-                continue
-            block = told.found.get(key)
-            if block is None:
-                parent = event.parents[at : at + KEY_BYTES]
-                block = told.found[key] = _Found(parent, space)
-                told.children.setdefault(parent, {})[key] = None
-            if part < count and block.places[part] is None:
-                block.places[part] = where
-                block.left -= part in space.full_parts or not space.has_full
-                if not block.left:
-                    whole.append(key)
-        return whole
+    def _told(self, space: Namespace) -> Told:
+        told = self.spaces.get(space.number)
+        if told is None:
+            told = self.spaces[space.number] = Told(space, partial(self._add_part, space))
+        return told
 
-    def _attach(self, space: Namespace, told: _Space, key: bytes, out: list[Command]) -> None:
-        """Puts a block whose front is in the tree there, and all that waited for it, run by run."""
-        stack = [key]
+    def _attach(self, space: Namespace, told: Told, parent: bytes) -> None:
+        """Puts what waits for a block that is in the tree (or for nothing) there, and all that waits for that."""
+        stack = told.waiting.pop(parent, [])
         while stack:
-            run = [stack.pop()]
-            while True:
-                ready = [child for child in told.children.pop(run[-1], ()) if self._is_whole(told, child)]
-                if len(ready) != 1 or space.foreign is not None:  # there a node is one block
-                    break
-                run.append(ready[0])
-            graft = self._graft if space.foreign is None else self._graft_key
-            if graft(space, told, run, out):
-                stack += ready
+            chain = [stack.pop()]
+            if space.foreign is None:  # there a node is one block
+                while len(told.waiting.get(chain[-1].keys[-1], ())) == 1:
+                    chain += told.waiting.pop(chain[-1].keys[-1])
+            if self._graft(space, told, chain):
+                if told.waiting:
+                    keys = [key for run in chain for key in run.keys if key in told.waiting]
+                    stack += [run for key in keys for run in told.waiting.pop(key)]
             else:
                 # The front left meanwhile; what would hang from this stays behind and is counted at the end.
-                for gone in run:
-                    told.found.pop(gone, None)
-                self.state.stats.disk_drops[DiskDrop.ORPHANED] += len(run)
+                for run in chain:
+                    told.forget(run)
+                    self.state.stats.disk_drops[DiskDrop.ORPHANED] += len(run.keys)
 
-    def _is_whole(self, told: _Space, key: bytes) -> bool:
-        block = told.found.get(key)
-        return block is not None and not block.left
-
-    def _graft(self, space: Namespace, told: _Space, run: list[bytes], out: list[Command]) -> bool:
-        chain = []
-        above = told.found[run[0]].parent
-        while above != _NO_PARENT:
-            chain.append(above)
-            above = told.attached[above][0]
-        chain.reverse()
-        keys = b"".join([*chain, *run])
-        path = space.tree.walk(keys)
-        if path.blocks < len(chain):
+    def _graft(self, space: Namespace, told: Told, chain: list[Run]) -> bool:
+        """False: what stood in front is not there any more."""
+        run = chain[0] if len(chain) == 1 else Run.joined(chain)
+        rows = self._bring(space, told, run)
+        if rows is None:
             return False
-        blocks = [told.found.pop(key) for key in run]
-        known = path.blocks - len(chain)
-        rows = []
-        if known:
-            rows += self._mark_known(space, path, len(chain), blocks[:known])
-        if known < len(run) and space.tree.next_after(path, keys) is None:
-            rows += self._add(space, path, b"".join(run[known:]), blocks[known:])
-        rows += [-1] * (len(run) - len(rows))  # being written anew
-        for key, block, row in zip(run, blocks, rows, strict=True):
-            told.attached[key] = block.parent, row
-        self.state.stats.blocks_recovered += len(run)
+        placed = np.full(len(run.keys), -1, np.int64)  # being written anew
+        placed[: len(rows)] = rows
+        at_run = 0
+        for each in chain:
+            each.rows = placed[at_run : at_run + len(each.keys)]
+            at_run += len(each.keys)
+        self.state.stats.blocks_recovered += len(run.keys)
         return True
 
-    def _graft_key(self, space: Namespace, told: _Space, run: list[bytes], out: list[Command]) -> bool:
-        """In a foreign namespace: one block, found by its key, wherever it hangs by now."""
-        assert space.foreign is not None
-        key = run[0]
-        known, parent = space.foreign.by_key.get(key), None
-        block = told.found[key]
-        if known is None and block.parent != _NO_PARENT:
-            parent = space.foreign.by_key.get(block.parent)
-            if parent is None or parent.state != VISIBLE:
-                return False
-        del told.found[key]
-        row = -1  # being written anew
-        if known is None:
-            path = Path([parent], parent.end) if parent is not None else Path([], 0)
-            [row] = self._add(space, path, key, [block])
-        elif known.state == VISIBLE:
-            [row] = self._mark_known(space, Path([known], known.end), 0, [block])
-        told.attached[key] = block.parent, row
-        self.state.stats.blocks_recovered += 1
-        return True
+    def _bring(self, space: Namespace, told: Told, run: Run) -> Rows | None:
+        """Rows of its leading blocks, as far as they are in sight now; None where what stood in front is not there."""
+        if space.foreign is not None and (known := space.foreign.by_key.get(run.keys[0])) is not None:
+            # Found by its key, wherever it hangs by now.
+            at = Path([known], known.end)
+            return self._mark_known(space, at, 0, run) if known.state == VISIBLE else _NOWHERE
+        path = self._front(space, told, run.parent)
+        if path is None:
+            return None
+        if _next_key(space, path, run.keys[0]):
+            return self._add_behind_known(space, path, run)
+        return self._add(space, path, run)
 
-    def _add_part(self, space: Namespace, key: bytes, row: int, part: int, where: tuple[int, int]) -> None:
+    def _front(self, space: Namespace, told: Told, parent: bytes) -> Path | None:
+        """The path down to a block that was attached (its last node is enough), if it is still there."""
+        if parent == _NO_PARENT:
+            return Path([], 0)
+        run, index = told.run_of[parent], space.tree.index
+        assert run.rows is not None
+        assert index is not None
+        row = int(run.rows[run.place_of(parent)])
+        node = index.node_of(row) if row >= 0 else None
+        if node is not None and node.state == VISIBLE:
+            place = row - node.first_row if node.first_row >= 0 else place_of(node, row)
+            if place >= 0 and node.edge[place * KEY_BYTES : (place + 1) * KEY_BYTES] == parent:
+                return Path([node], node.start + place + 1)
+        return self._front_by_keys(space, told, parent)
+
+    def _front_by_keys(self, space: Namespace, told: Told, parent: bytes) -> Path | None:
+        """The same where its row is another block's by now, or was none: it may have been stored again."""
+        if space.foreign is not None:
+            node = space.foreign.by_key.get(parent)
+            return Path([node], node.end) if node is not None and node.state == VISIBLE else None
+        keys = told.keys_down_to(parent)
+        path = space.tree.walk(keys)
+        return path if path.blocks * KEY_BYTES == len(keys) else None
+
+    def _add_behind_known(self, space: Namespace, path: Path, run: Run) -> Rows:
+        """Some of it was stored again before it was told, or is being stored."""
+        if path.nodes:
+            path = path_to(path.nodes[-1], path.blocks)
+        front = b"".join([node.edge for node in path.nodes])[: path.blocks * KEY_BYTES]
+        keys = front + b"".join(run.keys)
+        found = space.tree.walk(keys)
+        known = found.blocks - path.blocks
+        rows = _NOWHERE
+        if known > 0:
+            rows = self._mark_known(space, found, path.blocks, run.cut(0, known, run.parent))
+        if 0 <= known < len(run.keys) and space.tree.next_after(found, keys) is None:
+            rows = np.concatenate((rows, self._add(space, found, run.cut(known, len(run.keys), run.parent))))
+        return rows
+
+    def _add_part(self, space: Namespace, key: bytes, row: int, part: int, where: Where) -> None:
         """One more part of a block that is in the tree, if it still is."""
         index = space.tree.index
         node = index.node_of(row) if index is not None and row >= 0 else None
@@ -215,37 +191,49 @@ class Recoverer:
             self.state.disk.place(space, part, rows, *np.array([where], np.uint32).T)
             self.remover.reorder(space, rows)
 
-    def _mark_known(self, space: Namespace, path: Path, first: int, blocks: list[_Found]) -> list[int]:
+    def _mark_known(self, space: Namespace, path: Path, first: int, run: Run) -> Rows:
         """Blocks that were stored again before they were told: their records will do."""
-        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)[first : first + len(blocks)].astype(np.uint32)
+        end = first + len(run.keys)
+        rows = np.frombuffer(path.packed_rows(), ROW_DTYPE)[first:end].astype(np.uint32)
         self.state.publish_links(Change.STORED, space, rows)
         for part in range(len(space.strides)):
             lacks = space.table.parts[part].segments[rows] == NO_SEGMENT
-            lacks &= np.array([(row, part) not in space.writing for row in rows.tolist()], np.bool_)
-            self._place(space, part, rows[lacks], [block for block, yes in zip(blocks, lacks, strict=True) if yes])
+            if space.writing:
+                lacks &= np.array([(row, part) not in space.writing for row in rows.tolist()], np.bool_)
+            self._place(space, part, rows[lacks], (run.segments[part][lacks], run.pages[part][lacks]))
         for node in path.nodes:
-            if node.rank >= 0 or node.rank < -1:
+            if node.rank != NOT_QUEUED:
                 space.policy.retick_leaf(node, space.tail_tick(node))
-        return [int(row) for row in rows]
+        return rows
 
-    def _add(self, space: Namespace, path: Path, edge: bytes, blocks: list[_Found]) -> list[int]:
-        rows = space.table.allocate(len(blocks))
-        node = space.tree.graft(path, edge, rows.astype(ROW_DTYPE).tobytes(), cold=True)
+    def _add(self, space: Namespace, path: Path, run: Run) -> Rows:
+        rows = space.table.allocate(len(run.keys))
+        node = space.tree.graft(path, b"".join(run.keys), rows.astype(ROW_DTYPE).tobytes(), cold=True)
         node.state = VISIBLE
         space.table.cold[rows] = True
-        space.cold_blocks += len(blocks)
+        space.cold_blocks += len(rows)
         space.table.touched[rows] = 0
         for part in range(len(space.strides)):
-            self._place(space, part, rows, blocks)
+            self._place(space, part, rows, (run.segments[part], run.pages[part]))
         self.state.appear(node)
         self.state.publish_blocks(Change.STORED, node)
         self.remover.join_like(space, node)
-        return [int(row) for row in rows]
+        return rows
 
-    def _place(self, space: Namespace, part: int, rows: Rows, blocks: list[_Found]) -> None:
+    def _place(self, space: Namespace, part: int, rows: Rows, where: tuple[Column, Column]) -> None:
         """What was told of one part of these blocks."""
-        told = [block.places[part] is not None for block in blocks]
-        if any(told):
-            places = np.array([block.places[part] for block in blocks if block.places[part]], np.uint32).reshape(-1, 2)
-            mine = rows if all(told) else rows[told]
-            self.state.disk.place(space, part, mine, places[:, 0], places[:, 1])
+        segments, pages = where
+        told = segments != NO_SEGMENT
+        if not told.all():
+            rows, segments, pages = rows[told], segments[told], pages[told]
+        if len(rows):
+            self.state.disk.place(space, part, rows, segments, pages)
+
+
+def _next_key(space: Namespace, path: Path, key: bytes) -> bool:
+    """Whether this is the block behind a path already, in whatever state."""
+    last = path.nodes[-1] if path.nodes else space.tree.root
+    if path.nodes and last.end != path.blocks:
+        at = (path.blocks - last.start) * KEY_BYTES
+        return last.edge[at : at + KEY_BYTES] == key
+    return last.children is not None and key in last.children

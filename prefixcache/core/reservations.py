@@ -60,7 +60,7 @@ class Reservation:
         self.patch_rows: NDArray[np.uint32] = np.empty(0, np.uint32)
         self.pins: list[Pin] = []  # on the blocks it patches
         self.status: NDArray[np.uint8] = np.zeros(len(reply.blocks), np.uint8)
-        self.covered: dict[int, NDArray[np.bool_]] | None = None  # part -> bool[entries, heads]
+        self.covered: dict[int, NDArray[np.bool_]] | None = None  # part -> bool[entries, heads, layers]
         self.deadline = reply.expires_at
         self.expired = False
         self.quarantined = False
@@ -94,8 +94,10 @@ class Reservation:
                 heads[:] = True
             return
         for piece in coverage:
-            last = None if piece.head_count is None else piece.first_head + piece.head_count
-            covered[piece.part][self._entries(piece), piece.first_head : last] = True
+            last_head = None if piece.head_count is None else piece.first_head + piece.head_count
+            last_layer = None if piece.layer_count is None else piece.first_layer + piece.layer_count
+            written = (slice(piece.first_head, last_head), slice(piece.first_layer, last_layer))
+            covered[piece.part][self._entries(piece), *written] = True
 
     def ends_with(self, session: SessionId) -> bool:
         """Whether it is over once this session has said its last word: nobody else may write, nobody is to come."""
@@ -110,10 +112,11 @@ class Reservation:
     def _piece_error(self, piece: Coverage) -> str | None:
         if piece.part not in self.slots:
             return f"part {piece.part} is not one of those granted"
-        heads = self.space.spec.parts[piece.part].kv_heads
-        count = heads - piece.first_head if piece.head_count is None else piece.head_count
-        if piece.first_head < 0 or count <= 0 or piece.first_head + count > heads:
-            return f"heads {piece.first_head}+{count} are not within the {heads} of part {piece.part}"
+        heads, layers = self._axes(piece.part)
+        if not _within(piece.first_head, piece.head_count, heads):
+            return f"heads {piece.first_head}+{piece.head_count} are not within the {heads} of part {piece.part}"
+        if not _within(piece.first_layer, piece.layer_count, layers):
+            return f"layers {piece.first_layer}+{piece.layer_count} are not within the {layers} of part {piece.part}"
         if piece.block_count <= 0 or piece.first_block < 0 or piece.first_block + piece.block_count > NO_SLOT:
             return "a coverage needs at least one block, all within u32"
         if len(self._entries(piece)) != piece.block_count:
@@ -126,7 +129,7 @@ class Reservation:
         if all_covered and self.covered is None:
             return whole
         for part, heads in self._coverage().items():
-            whole &= heads.all(axis=1) | (self.slots[part] == NO_SLOT)
+            whole &= heads.all(axis=(1, 2)) | (self.slots[part] == NO_SLOT)
         return whole
 
     def _entries(self, piece: Coverage) -> NDArray[np.int64]:
@@ -145,6 +148,15 @@ class Reservation:
 
     def _coverage(self) -> dict[int, NDArray[np.bool_]]:
         if self.covered is None:
-            parts = self.space.spec.parts
-            self.covered = {part: np.zeros((len(self.blocks), parts[part].kv_heads), np.bool_) for part in self.slots}
+            self.covered = {part: np.zeros((len(self.blocks), *self._axes(part)), np.bool_) for part in self.slots}
         return self.covered
+
+    def _axes(self, part: int) -> tuple[int, int]:
+        """(heads, layers) that have to be covered."""
+        spec = self.space.spec.parts[part]
+        return spec.kv_heads, max(1, spec.layers)
+
+
+def _within(first: int, count: int | None, total: int) -> bool:
+    """Whether a range that is not empty lies within [0, total); None: to its end."""
+    return 0 <= first < total and (count is None or 0 < count <= total - first)

@@ -78,7 +78,7 @@ class Sessions:
         state = self.state
         known = state.by_fingerprint.get(event.fingerprint)
         if known is not None:
-            if known.spec != event.spec:
+            if known.spec != event.spec or not known.learn_layers(event.spec):
                 text = "this fingerprint is open with another layout"
                 state.refuse(out, Kind.FAILED_PRECONDITION, Refusal.NAMESPACE_MISMATCH, text)
             else:

@@ -33,12 +33,14 @@ class GroupSpec:
 class PartSpec:
     """One part of a block, numbered by its place in `NamespaceSpec.parts`.
 
-    group: index into `groups`; kv_heads: how many head ranges a commit has to cover (MLA: 1); size_bytes: whole part.
+    group: index into `groups`; kv_heads, layers: what commits have to cover, each of the heads (MLA: 1) of each of the
+    layers; size_bytes: whole part. layers 0: not told, as in records of earlier runs; then a commit covers all of them.
     """
 
     group: int
     kv_heads: int
     size_bytes: int
+    layers: int = field(default=0, compare=False)
 
     @property
     def stride_bytes(self) -> int:

@@ -4,6 +4,7 @@ Every line here is paid once per request of an engine, so the usual case runs st
 in helpers; nothing loops over blocks in Python.
 """
 
+import math
 from concurrent.futures import Future
 from typing import Any
 
@@ -27,6 +28,7 @@ from prefixcache.v1 import cache_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
 
 _TOKEN_BYTES = 4
+_MOST_MS = (1 << 32) - 1
 _PRIORITIES = {pb.PRIORITY_LOW: LOW, pb.PRIORITY_HIGH: HIGH}  # what a newer client may say beyond that is normal
 
 
@@ -189,6 +191,7 @@ class CacheCalls:
         here = pb.NodeMatch(
             tokens=looked.matched_blocks * namespace.spec.block_tokens,
             tiers=common.TierTokens(gpu=gpu, host=host, disk=disk, peer=peer),
+            load_ms=min(math.ceil(looked.load_s * 1000), _MOST_MS),
         )
         return pb.LookupResponse(nodes=[here], stop=reasons.STOP[looked.stop], present=_bitmap(looked.present))
 
@@ -257,9 +260,9 @@ def _coverage(reservation: Reservation, request: pb.CommitRequest) -> tuple[e.Co
         if len(written.blocks) % 4:
             raise CallError(common.REASON_BAD_ARGUMENT, "blocks must be little-endian u32")
         blocks = np.frombuffer(written.blocks, "<u4") if written.blocks else reservation.blocks
-        heads = written.heads or None
+        rows = (written.first_head, written.heads or None, written.first_layer, written.layers or None)
         runs = np.split(blocks, np.flatnonzero(np.diff(blocks.astype(np.int64)) != 1) + 1)
-        ranges += [e.Coverage(int(run[0]), len(run), written.part, written.first_head, heads) for run in runs]
+        ranges += [e.Coverage(int(run[0]), len(run), written.part, *rows) for run in runs]
     return tuple(ranges)
 
 
@@ -275,16 +278,28 @@ def _require_written(reservation: Reservation, coverage: tuple[e.Coverage, ...] 
     for item in coverage:
         if item.part >= len(namespace.part_bytes):
             raise CallError(common.REASON_BAD_ARGUMENT, f"there is no part {item.part} in this namespace")
-        head = namespace.head_bytes[item.part]
-        start = item.first_head * head
-        end = namespace.part_bytes[item.part] if item.head_count is None else start + item.head_count * head
+        spans = _spans(namespace, item)
         for block in range(item.first_block, item.first_block + item.block_count):
-            if (item.part, block) in reservation.slots and not reservation.is_written(item.part, block, start, end):
+            if (item.part, block) in reservation.slots and not all(
+                reservation.is_written(item.part, block, start, end) for start, end in spans
+            ):
                 raise CallError(
                     common.REASON_RESERVATION_INCOMPLETE,
                     f"part {item.part} of block {block} was not written; the reservation stays, write and commit again",
                     part=item.part, block=block,
                 )  # fmt: skip
+
+
+def _spans(namespace: Namespace, item: e.Coverage) -> list[tuple[int, int]]:
+    """The bytes of a part that a coverage means: heads lie behind each other, each with all its layers."""
+    head, part = namespace.head_bytes[item.part], namespace.spec.parts[item.part]
+    last = part.kv_heads if item.head_count is None else item.first_head + item.head_count
+    if not item.first_layer and item.layer_count is None:
+        return [(item.first_head * head, last * head)]
+    layer = head // max(1, part.layers)
+    low = item.first_layer * layer
+    high = head if item.layer_count is None else low + item.layer_count * layer
+    return [(each * head + low, each * head + high) for each in range(item.first_head, last)]
 
 
 def _mapped(source: "Future[c.Reply]", change: Any) -> "Future[Any]":

@@ -168,6 +168,8 @@ class DiskStore:
         self._orders.clear_again()
         self._orders.pass_all()  # then nothing that was cleared is told
         self.namespaces_known()
+        self.report.probed_bytes_per_s = tier.probe_read()
+        self._orders.send(e.DiskMeasured(self.report.probed_bytes_per_s))
         self._orders.send(e.DiskChanged(reads_on=True, writes_on=True))
         for told in tier.recovery:
             if self._stopping.is_set():
@@ -201,11 +203,13 @@ class DiskStore:
 
     def _tell(self, told: Recovered) -> None:
         numbers = {name: number for number, name in self._orders.names.items()}
-        for name in np.unique(told.entries["namespace"]).tolist():
+        names = told.entries["namespace"]
+        alone = len(names) > 0 and bool((names == names[0]).all())
+        for name in [int(names[0])] if alone else np.unique(names).tolist():
             number = numbers.get(name)
             if number is None:
                 continue
-            mine = told.entries[told.entries["namespace"] == name]
+            mine = told.entries if alone else told.entries[names == name]
             for first in range(0, len(mine), _TOLD_AT_ONCE):
                 some = mine[first : first + _TOLD_AT_ONCE]
                 keys, parents = some["key"].tobytes(), some["parent"].tobytes()

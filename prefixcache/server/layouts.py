@@ -109,7 +109,7 @@ def _part(message: pb.NamespaceSpec, index: int, part: pb.Part) -> PartSpec:
         raise _bad(f"parts[{index}] would be {size} bytes, more than {_MAX_BLOCK_BYTES}")
     if size != part.size_bytes:
         raise _bad(f"parts[{index}].size_bytes is {part.size_bytes}, but its group's layers make {size}")
-    return PartSpec(part.group, group.kv_heads, size)
+    return PartSpec(part.group, group.kv_heads, size, part.layers)
 
 
 def _check_cover(message: pb.NamespaceSpec) -> None:

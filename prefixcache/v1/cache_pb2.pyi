@@ -593,6 +593,8 @@ class WrittenPart(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     FIRST_HEAD_FIELD_NUMBER: builtins.int
     HEADS_FIELD_NUMBER: builtins.int
+    FIRST_LAYER_FIELD_NUMBER: builtins.int
+    LAYERS_FIELD_NUMBER: builtins.int
     part: builtins.int
     """Index into NamespaceSpec.parts."""
     blocks: builtins.bytes
@@ -601,6 +603,10 @@ class WrittenPart(google.protobuf.message.Message):
     """First KV head written by this rank."""
     heads: builtins.int
     """Heads written; 0 means all."""
+    first_layer: builtins.int
+    """First layer of the part written of each of these heads, as by a stage of a pipeline."""
+    layers: builtins.int
+    """Layers written; 0 means all from there on."""
     def __init__(
         self,
         *,
@@ -608,8 +614,10 @@ class WrittenPart(google.protobuf.message.Message):
         blocks: builtins.bytes = ...,
         first_head: builtins.int = ...,
         heads: builtins.int = ...,
+        first_layer: builtins.int = ...,
+        layers: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "first_head", b"first_head", "heads", b"heads", "part", b"part"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "first_head", b"first_head", "first_layer", b"first_layer", "heads", b"heads", "layers", b"layers", "part", b"part"]) -> None: ...
 
 global___WrittenPart = WrittenPart
 
@@ -759,10 +767,15 @@ class NodeMatch(google.protobuf.message.Message):
     NODE_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
+    LOAD_MS_FIELD_NUMBER: builtins.int
     node: builtins.str
     """Name of the node, empty for this one."""
     tokens: builtins.int
     """Restorable prefix in tokens."""
+    load_ms: builtins.int
+    """How long it would take now to bring to memory what of it is on disk, by what the disk was seen to do; 0 where all is
+    in memory. A router compares it with what computing those tokens costs.
+    """
     @property
     def tiers(self) -> prefixcache.v1.common_pb2.TierTokens:
         """The same by tier."""
@@ -773,9 +786,10 @@ class NodeMatch(google.protobuf.message.Message):
         node: builtins.str = ...,
         tokens: builtins.int = ...,
         tiers: prefixcache.v1.common_pb2.TierTokens | None = ...,
+        load_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["tiers", b"tiers"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["node", b"node", "tiers", b"tiers", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["load_ms", b"load_ms", "node", b"node", "tiers", b"tiers", "tokens", b"tokens"]) -> None: ...
 
 global___NodeMatch = NodeMatch
 

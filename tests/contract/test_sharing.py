@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 
+import grpc
 import numpy as np
 import pytest
 
 from prefixcache.server.app import Daemon
 from prefixcache.v1 import cache_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
-from tests.contract.conftest import Worker, new_id, new_keys
-from tests.contract.drivers import Driver, Failure, LocalDriver
+from tests.contract.conftest import BLOCK_TOKENS, Worker, new_id, new_keys
+from tests.contract.drivers import Driver, Failure, GrpcDriver, LocalDriver
 from tests.contract.test_calls import write_blocks
 from tests.e2e.processes import wait_until
 
@@ -154,3 +155,29 @@ def test_nothing_to_write_is_told_to_all(connect: Callable[[], Driver]) -> None:
     one.abort(held)
     assert not told.grants
     assert other.reserve(ticket, keys, shared=True).refused == told.refused, "although there is something by now"
+
+
+def test_sessions_may_write_layers_of_their_own(connect: Callable[[], Driver]) -> None:
+    """Of heads of two layers; over gRPC what was not sent cannot be committed."""
+    one, other = pair(connect)
+    keys, ticket = new_keys(1), new_id()
+    granted = one.reserve(ticket, keys, shared=True)
+    other.reserve(ticket, keys, shared=True)
+    layers = [pb.WrittenPart(part=0, first_layer=layer, layers=1) for layer in range(2)]
+    if isinstance(one.driver, GrpcDriver):
+        head, layer = BLOCK_TOKENS * 64 * 2, BLOCK_TOKENS * 64
+        first = pb.WriteBlocksRequest(session=one.session, reservation=ticket)
+        pieces = [pb.WriteBlocksRequest(part=0, offset=each * head, data=bytes(layer)) for each in range(2)]
+        method = one.driver.channel.stream_unary(
+            "/prefixcache.v1.CacheService/WriteBlocks",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=pb.WriteBlocksResponse.FromString,
+        )
+        with pytest.raises(grpc.RpcError):  # a stream ends at a head's end, or what is missing is told
+            method(iter([first, *pieces]), timeout=20)
+        with pytest.raises(Failure) as refused:
+            other.commit(ticket, parts=layers[1:])
+        assert refused.value.reason == common.REASON_RESERVATION_INCOMPLETE
+    assert not one.commit(ticket, parts=layers[:1]).done
+    fill(other, ticket, granted)
+    assert other.commit(ticket, parts=layers[1:]).committed_blocks == 1

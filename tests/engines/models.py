@@ -4,6 +4,7 @@ Embeddings are untied and weights drawn wide: else a random model says one token
 nothing.
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,15 @@ from typing import Any
 SEED = 7
 VOCABULARY = 4096
 WINDOW = 128
+LAYERS = 3
 
 
 def make(kind: str, folder: Path) -> None:
-    """A checkpoint of `kind` ("llama", "gemma3", "llama-next": the first one's next revision) in bfloat16, written by
-    transformers."""
+    """A checkpoint of `kind` in bfloat16, written by transformers.
+
+    "llama"; "gemma3", with windows; "llama-next", the first one's next revision; "draft", "llama" with other weights: a
+    draft model whose KV cache cannot be told from the model's by its shape.
+    """
     import torch
     import transformers
 
@@ -24,8 +29,8 @@ def make(kind: str, folder: Path) -> None:
         "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False,
         "initializer_range": 0.08, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
-    if kind in {"llama", "llama-next"}:
-        config: Any = transformers.LlamaConfig(num_hidden_layers=3, **common)
+    if kind in {"llama", "llama-next", "draft"}:
+        config: Any = transformers.LlamaConfig(num_hidden_layers=LAYERS, **common)
         model: Any = transformers.LlamaForCausalLM
     elif kind == "gemma3":
         kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
@@ -35,12 +40,33 @@ def make(kind: str, folder: Path) -> None:
         model = transformers.Gemma3ForCausalLM
     else:
         raise ValueError(f"no model {kind!r}")
-    torch.manual_seed(SEED)
+    torch.manual_seed(SEED + (kind == "draft"))
     made = model(config).to(torch.bfloat16)
     if kind == "llama-next":
         made.model.layers[0].input_layernorm.weight.data.mul_(1.5)
     made.save_pretrained(folder)
     _save_tokenizer(folder)
+
+
+def make_lora(folder: Path, seed: int, rank: int = 8) -> None:
+    """An adapter for the queries, keys and values of a "llama", in peft's form."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(LAYERS):
+        for name, outputs in (("q_proj", 256), ("k_proj", 128), ("v_proj", 128)):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for half, shape in (("A", (rank, 256)), ("B", (outputs, rank))):
+                tensors[f"{at}.lora_{half}.weight"] = (torch.randn(shape, generator=generator) * 0.1).to(torch.bfloat16)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "bias": "none",
+        "target_modules": ["q_proj", "k_proj", "v_proj"], "base_model_name_or_path": "",
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
 def _save_tokenizer(folder: Path) -> None:

@@ -1,6 +1,8 @@
 """What tests do inside the engine's process: each function gets the LLM and plain values, and answers plain values."""
 
 import time
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 from tests.e2e.processes import wait_until
@@ -9,16 +11,50 @@ WAIT_S = 60.0
 
 
 def generate(
-    llm: Any, prompts: list[list[int]], max_tokens: int, sampling: dict[str, Any] | None = None, **fields: Any
+    llm: Any,
+    prompts: list[list[int]],
+    max_tokens: int,
+    sampling: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
+    **fields: Any,
 ) -> list[dict[str, Any]]:
-    """Greedy outputs of all prompts at once; `fields`: of each prompt."""
+    """Greedy outputs of all prompts at once; `fields`: of each prompt. `lora`: of the LoRARequest,
+    `lora_path` at least."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     parameters = SamplingParams(
         temperature=0, max_tokens=max_tokens, logprobs=1, ignore_eos=True, detokenize=False, **(sampling or {})
     )
     asked = [{"prompt_token_ids": prompt, **fields} for prompt in prompts]
-    return [_output(each) for each in llm.generate(asked, parameters, use_tqdm=False)]
+    adapter = None
+    if lora is not None:
+        # Numbered by the path: vLLM keeps an adapter under its number.
+        number = zlib.crc32(lora["lora_path"].encode()) % 1000 + 1
+        adapter = LoRARequest(lora_name=lora["lora_path"], lora_int_id=number, **lora)
+    return [_output(each) for each in llm.generate(asked, parameters, use_tqdm=False, lora_request=adapter)]
+
+
+def moved(llm: Any, prompts: list[list[int]]) -> dict[str, float]:
+    """How far next-token distributions of loaded prompts are from those of the engine's own prefill: the mean KL
+    divergence in nats, and the fewest tokens that were loaded of a prompt."""
+    import math
+
+    from vllm import SamplingParams
+
+    def ask(**more: Any) -> list[Any]:
+        parameters = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False, **more)
+        # One at a time: a batch's kernels round in another way.
+        return [llm.generate([{"prompt_token_ids": each}], parameters, use_tqdm=False)[0] for each in prompts]
+
+    loaded, own = ask(), ask(skip_reading_prefix_cache=True)
+    total = 0.0
+    for ours, theirs in zip(loaded, own, strict=True):
+        q, p = (answer.outputs[0].logprobs[0] for answer in (ours, theirs))
+        total += sum(math.exp(each.logprob) * (each.logprob - q[token].logprob) for token, each in p.items())
+    cached = [each.num_cached_tokens or 0 for each in loaded]
+    assert not any(each.num_cached_tokens for each in own)
+    return {"kl": total / len(prompts), "cached": min(cached)}
 
 
 def settle(llm: Any) -> None:
@@ -90,24 +126,17 @@ def _output(request: Any) -> dict[str, Any]:
 
 def announced(llm: Any, prompt: list[int]) -> list[dict[str, Any]]:
     """What the engine publishes of ours for a prompt, encoded and decoded with vLLM's own classes."""
-    import msgspec
-    from vllm.distributed.kv_events import BlockStored, KVEventBatch
+    from vllm.distributed.kv_events import BlockStored
 
-    publisher = _core(llm).scheduler.kv_event_publisher
-    wire: list[bytes] = []
-    original = publisher.publish
-    publisher.publish = lambda batch: wire.append(msgspec.msgpack.encode(batch))
-    try:
+    def run(wire: list[Any]) -> None:
         generate(llm, [prompt], 1)
         settle(llm)
-        until = time.monotonic() + WAIT_S
-        while not wire and time.monotonic() < until:
-            generate(llm, [[7] * 8], 1)  # events leave with a step
-    finally:
-        publisher.publish = original
-    decoded = [msgspec.msgpack.decode(each, type=KVEventBatch) for each in wire]
-    events = [event for batch in decoded for event in batch.events]
-    ours = [each for each in events if isinstance(each, BlockStored) and each.medium == "CPU"]
+        _step_until(llm, lambda: any(is_ours(event) for batch in wire for event in batch.events))
+
+    def is_ours(event: Any) -> bool:
+        return isinstance(event, BlockStored) and event.medium == "CPU"
+
+    ours = [each for each in _published(llm, run) if is_ours(each)]
     return [
         {
             "hashes": [each.hex() for each in event.block_hashes],
@@ -117,6 +146,51 @@ def announced(llm: Any, prompt: list[int]) -> list[dict[str, Any]]:
         }
         for event in ours
     ]
+
+
+def withdrawn(llm: Any) -> list[str]:
+    """Hashes that the engine takes back, decoded with vLLM's own classes, when its daemon is cleared."""
+    import grpc
+    from vllm.distributed.kv_events import BlockRemoved
+
+    from prefixcache.v1 import admin_pb2, admin_pb2_grpc
+
+    connector = _core(llm).scheduler.connector
+
+    def run(wire: list[Any]) -> None:
+        _step_until(llm, lambda: connector._removals._watch.connected)
+        with grpc.insecure_channel(connector._client._link.address.target) as channel:
+            admin_pb2_grpc.AdminServiceStub(channel).Evict(admin_pb2.EvictRequest(), timeout=WAIT_S)
+        _step_until(llm, lambda: any(isinstance(event, BlockRemoved) for batch in wire for event in batch.events))
+
+    found = [each for each in _published(llm, run) if isinstance(each, BlockRemoved) and each.medium == "CPU"]
+    return [key.hex() for event in found for key in event.block_hashes]
+
+
+def _step_until(llm: Any, done: Callable[[], bool]) -> None:
+    until = time.monotonic() + WAIT_S
+    while not done() and time.monotonic() < until:
+        generate(llm, [[7] * 8], 1)  # events leave with a step
+
+
+def _published(llm: Any, run: Callable[[list[Any]], None]) -> list[Any]:
+    """The events that are published while `run` runs, which is given the batches as they come."""
+    import msgspec
+    from vllm.distributed.kv_events import KVEventBatch
+
+    publisher = _core(llm).scheduler.kv_event_publisher
+    wire: list[Any] = []
+    original = publisher.publish
+
+    def publish(batch: Any) -> None:
+        wire.append(msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch))
+
+    publisher.publish = publish
+    try:
+        run(wire)
+    finally:
+        publisher.publish = original
+    return [event for batch in wire for event in batch.events]
 
 
 def root(llm: Any) -> str:
@@ -150,15 +224,14 @@ def crowd(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, int]
 
 
 def crowd_that_loads(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, int]:
-    """As `crowd`, with every load so slow that others are preempted before it ends; and how often that happened."""
+    """As `crowd`, with loads so slow that another request is preempted before one ends; and how often that happened."""
     worker, side = _worker(llm), _scheduler(llm)
     original, core = worker._client.copy_by_ticket, _core(llm)
     preempt = core.scheduler._preempt_request
     during: list[str] = []
 
     def slow(*arguments: Any) -> Any:
-        before = len(during)
-        wait_until(lambda: len(during) > before or not core.scheduler.running)
+        wait_until(lambda: bool(during) or not core.scheduler.running, 10.0)
         return original(*arguments)
 
     def seen(request: Any, *arguments: Any, **more: Any) -> None:

@@ -110,6 +110,19 @@ def test_stored_blocks_are_announced(second: Engine) -> None:
     assert (event["tokens"], event["block_size"], event["parent"]) == (told[:192], BLOCK, "")
 
 
+def test_blocks_that_the_daemon_dropped_are_taken_back(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    (tmp_path / "daemon").mkdir()
+    daemon = DaemonProcess(tmp_path / "daemon", host_bytes="64MiB")
+    events = {"enable_kv_cache_events": True, "publisher": "null"}
+    try:
+        address = f"unix://{daemon.socket}"
+        with Engine(checkpoints("llama"), address, log=tmp_path / "log", kv_events_config=events) as engine:
+            (event,) = engine.call("announced", prompt=prompt(9, 200))
+            assert set(engine.call("withdrawn")) >= set(event["hashes"])
+    finally:
+        daemon.kill()
+
+
 def test_generated_tokens_are_stored_too(first: Engine, second: Engine) -> None:
     begin = prompt(3, 300)
     answer = first.one(begin, max_tokens=100)

@@ -24,6 +24,7 @@ SPECS = (
     NamespaceSpec(
         TOKENS, (FULL,), (PartSpec(0, HEADS, 2 * GRANULE), PartSpec(0, HEADS, GRANULE)), NamespaceKind.FOREIGN
     ),
+    NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, 1, GRANULE, HEADS),)),  # what is a head elsewhere is a layer here
 )
 STEPS = 60
 # What a seed is mostly about: which namespaces it may have, and what goes wrong in it.
@@ -33,7 +34,7 @@ FLAVOURS: dict[str, tuple[list[int], list[str]]] = {
     "moves": ([0, 1, 2], ["clear", "fail_part", "session_trouble"]),
     "restarts": ([0, 1, 2, 3, 4], ["restart"] * 3 + ["fail_part"]),
     "patches": ([2, 3], ["clear", "fail_part", "session_trouble"]),
-    "shared": ([0, 1, 2, 3], ["session_trouble"] * 4 + ["clear", "fail_part"]),
+    "shared": ([0, 1, 2, 3, 6], ["session_trouble"] * 4 + ["clear", "fail_part"]),
     "gpu": ([0, 1, 0, 1, 2, 4], ["clear", "clear", "fail_part", "session_trouble", "lose_device"]),
     "gpu_moves": ([0, 1], ["clear", "session_trouble"]),
     "gpu_cuts": ([0], ["cut"]),

@@ -524,8 +524,12 @@ class Simulator:
 
     def commit(self, worker: Worker, name: bytes, writing: Writing) -> None:
         told = writing.done[writing.told :]
+        by_layer = self.specs[writing.prompt.namespace].parts[0].layers > 0
         coverage = tuple(
-            Coverage(int(writing.reply.blocks[entry]), 1, part, heads.start, len(heads)) for entry, part, heads in told
+            Coverage(
+                int(writing.reply.blocks[entry]), 1, part, *((0, None) if by_layer else ()), heads.start, len(heads)
+            )
+            for entry, part, heads in told
         )
         more = bool(writing.todo) and self.rng.random() < 0.8
         whole = not writing.todo and self.rng.random() < 0.5 and not writing.shared

@@ -67,6 +67,17 @@ def seen_when_one_writer_is_done(patch: Patch) -> None:
     patch.setattr(Reservation, "whole", wrong)
 
 
+def one_layer_taken_for_all(patch: Patch) -> None:
+    right = Reservation.whole
+
+    def wrong(self: Reservation, *, all_covered: bool) -> Any:
+        for layers in (self.covered or {}).values():
+            layers |= layers.any(axis=2, keepdims=True)
+        return right(self, all_covered=all_covered)
+
+    patch.setattr(Reservation, "whole", wrong)
+
+
 def any_prompt_under_one_id(patch: Patch) -> None:
     patch.setattr(Sharing, "_may_join", lambda self, event, reservation: reservation.shared is not None)
 
@@ -92,6 +103,7 @@ PLANTED: tuple[Callable[[Patch], None], ...] = (
     slots_back_with_the_first_last_word,
     further_writers_not_noted,
     seen_when_one_writer_is_done,
+    one_layer_taken_for_all,
     any_prompt_under_one_id,
     over_before_everybody_came,
     a_lost_session_is_not_missed,

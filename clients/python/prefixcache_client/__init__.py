@@ -14,7 +14,8 @@ Importing it imports numpy and protobuf; gRPC is imported when the local channel
 
 from prefixcache_client.aio import AsyncClient, AsyncLease
 from prefixcache_client.client import Client
-from prefixcache_client.errors import LeaseEndedError
+from prefixcache_client.errors import LeaseEndedError, WatchRefusedError
+from prefixcache_client.events import EventKind, KnownBlocks, WatchEvent
 from prefixcache_client.foreign import ForeignCache, ForeignLease
 from prefixcache_client.handover import LeaseTicket
 from prefixcache_client.lease import Lease
@@ -30,8 +31,10 @@ from prefixcache_client.results import (
     PrefetchResult,
     StoreResult,
 )
+from prefixcache_client.served import ServedNamespace
 from prefixcache_client.stats import ClientStats
 from prefixcache_client.tensors import Blocks, Layers, Pages, Rows
+from prefixcache_client.watching import Watch
 
 __all__ = [
     "AsyncClient",
@@ -41,10 +44,12 @@ __all__ = [
     "ClientOptions",
     "ClientStats",
     "CopyResult",
+    "EventKind",
     "ForeignCache",
     "ForeignLease",
     "ForeignLookup",
     "ForeignStore",
+    "KnownBlocks",
     "Layers",
     "Lease",
     "LeaseEndedError",
@@ -57,5 +62,9 @@ __all__ = [
     "PrefetchResult",
     "PromptKeys",
     "Rows",
+    "ServedNamespace",
     "StoreResult",
+    "Watch",
+    "WatchEvent",
+    "WatchRefusedError",
 ]

@@ -19,6 +19,7 @@ from prefixcache_client.lease import Lease
 from prefixcache_client.namespace import Namespace, Prompt
 from prefixcache_client.options import ClientOptions
 from prefixcache_client.results import CopyResult, LookupResult, PinResult, PrefetchResult, StoreResult
+from prefixcache_client.served import ServedNamespace
 from prefixcache_client.store import Priority
 from prefixcache_offload.mapping import Bytes
 
@@ -79,9 +80,19 @@ class AsyncClient:
             lambda: self._client.store(ns, prompt, tensors, from_token=from_token, priority=priority)
         )  # fmt: skip
 
-    async def lookup(self, ns: Namespace, prompt: Prompt, *, timeout_s: float | None = None) -> LookupResult:
+    async def lookup(
+        self, ns: Namespace | ServedNamespace, prompt: Prompt, *, timeout_s: float | None = None
+    ) -> LookupResult:
         """See Client.lookup."""
         return await self._run(lambda: self._client.lookup(ns, prompt, timeout_s=timeout_s))
+
+    async def served_namespaces(
+        self, *, tenant_key: bytes | None = None, cache_salt: bytes = b"", timeout_s: float | None = None
+    ) -> list[ServedNamespace]:
+        """See Client.served_namespaces."""
+        return await self._run(
+            lambda: self._client.served_namespaces(tenant_key=tenant_key, cache_salt=cache_salt, timeout_s=timeout_s)
+        )
 
     async def prefetch(self, ns: Namespace, prompt: Prompt, *, timeout_s: float | None = None) -> PrefetchResult:
         """See Client.prefetch."""

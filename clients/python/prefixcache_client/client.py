@@ -10,7 +10,7 @@ Rules:
 What belongs here: the surface. How is said in acquire, lease, store and link.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Final, Self, TypedDict, Unpack
@@ -19,7 +19,7 @@ from prefixcache.identity.canonical import Value
 from prefixcache.identity.fingerprint import Scales
 from prefixcache.identity.layout import Layout
 from prefixcache.identity.model import NamespaceOptions
-from prefixcache_client import acquire, foreign, handover, lookup, pins, prefetch, store
+from prefixcache_client import acquire, foreign, handover, lookup, pins, prefetch, served, store
 from prefixcache_client import namespace as namespaces
 from prefixcache_client.address import parse_address
 from prefixcache_client.errors import Failure
@@ -32,10 +32,15 @@ from prefixcache_client.options import ClientOptions
 from prefixcache_client.portions import Portion
 from prefixcache_client.reasons import QUEUE_FULL
 from prefixcache_client.results import CopyResult, LookupResult, PinResult, PrefetchResult, StoreResult
+from prefixcache_client.served import ServedNamespace, fingerprint_of
+from prefixcache_client.session import grpc_alone
 from prefixcache_client.stats import ClientStats, Counters
 from prefixcache_client.store import Priority
+from prefixcache_client.watching import Watch
 from prefixcache_client.writer import Writer
 
+_MIN_SILENCE_S: Final = 0.1  # as the server
+_MAX_SILENCE_S: Final = 3600.0
 _MAX_TTL_S: Final = 4_000_000  # of milliseconds in a u32; the server cuts it to its own longest
 
 
@@ -249,7 +254,9 @@ class Client:
         later = self._writer.submit(lambda: store.store(link, ns, epoch, keys, tensors, wish))
         return later if later is not None else self._dropped(len(keys.keys) // 32)
 
-    def lookup(self, ns: Namespace, prompt: Prompt, *, timeout_s: float | None = None) -> LookupResult:
+    def lookup(
+        self, ns: Namespace | ServedNamespace, prompt: Prompt, *, timeout_s: float | None = None
+    ) -> LookupResult:
         """How much of a prompt is cached, here and on other nodes. Leases nothing and counts as no use."""
         return lookup.lookup(self._link, ns, prompt, self.options.timeout_s if timeout_s is None else timeout_s)
 
@@ -273,6 +280,38 @@ class Client:
     def unpin(self, pin: PinResult | bytes) -> str:
         """End a pin; its blocks stay cached until something else needs the room. Answers why not, "" when done."""
         return pins.unpin(self._link, pin if isinstance(pin, bytes) else pin.pin)
+
+    def served_namespaces(
+        self, *, tenant_key: bytes | None = None, cache_salt: bytes = b"", timeout_s: float | None = None
+    ) -> list[ServedNamespace]:
+        """The namespaces that workers have opened at the daemon, for a router that has no model: for `lookup` and
+        `watch`. Empty where no daemon answers. `tenant_key`, `cache_salt`: as the workers have them."""
+        timeout_s = self.options.timeout_s if timeout_s is None else timeout_s
+        return served.served_namespaces(self._link, tenant_key, cache_salt, timeout_s)
+
+    def watch(
+        self,
+        namespaces: Sequence[Namespace | ServedNamespace | bytes] = (),
+        *,
+        snapshot: bool = True,
+        keepalive_s: float = 10.0,
+    ) -> Watch:
+        """What comes and goes in the daemon, as an iterator that goes on over lost connections and restarts; see
+        events.WatchEvent, and events.KnownBlocks to keep count.
+
+        `namespaces`: which (or their fingerprints); none watches all, with keys cut to 8 bytes. `snapshot`: tell first
+        what is held, and again after a gap. `keepalive_s`: after three times as long without a word it connects anew.
+        The iteration raises WatchRefusedError where the daemon will never answer.
+        """
+        if not _MIN_SILENCE_S <= keepalive_s <= _MAX_SILENCE_S:
+            raise ValueError(f"keepalive_s must be from {_MIN_SILENCE_S} to {_MAX_SILENCE_S}, got {keepalive_s}")
+        address = self._link.address
+        return Watch(
+            lambda: grpc_alone(address),
+            lambda: [fingerprint_of(each) for each in namespaces],
+            snapshot=snapshot,
+            keepalive_s=keepalive_s,
+        )
 
     def stats(self) -> ClientStats:
         """Counters since the client was made."""

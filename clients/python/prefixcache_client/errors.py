@@ -1,7 +1,8 @@
 """What can go wrong, split by whose fault it is.
 
 `Failure` and its children never leave the SDK: each ends as a miss with their `reason`. What a caller does see is a
-mistake of the caller's: `LeaseEndedError`, or the ValueError and TypeError that the functions document.
+mistake of the caller's: `LeaseEndedError`, `WatchRefusedError`, or the ValueError and TypeError that the functions
+document.
 """
 
 from prefixcache_client import reasons
@@ -32,6 +33,14 @@ class Refused(Failure):
     def __init__(self, reason: str, message: str, code: int) -> None:
         super().__init__(reason, message)
         self.code = code
+
+
+class WatchRefusedError(RuntimeError):
+    """The daemon will never let this be watched. `reason`: machine-readable, as everywhere."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class LeaseEndedError(RuntimeError):

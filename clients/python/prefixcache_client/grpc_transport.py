@@ -27,13 +27,18 @@ from prefixcache_client.reasons import DEADLINE, INTERNAL, reason_name
 log = logging.getLogger("prefixcache_client")
 
 _SERVICE: Final = "/prefixcache.v1.CacheService/"
+_WATCH: Final = "/prefixcache.v1.AdminService/WatchEvents"
+CLOSE_SESSION: Final = 200
+"""Not a method of the local channel, where closing the connection says it."""
+GET_STATS: Final = 201
+"""Nor is this."""
+
 _ADMIN: Final = {
     transport.PREFETCH: "/prefixcache.v1.AdminService/Prefetch",
     transport.PIN: "/prefixcache.v1.AdminService/Pin",
     transport.UNPIN: "/prefixcache.v1.AdminService/Unpin",
+    GET_STATS: "/prefixcache.v1.AdminService/GetStats",
 }
-CLOSE_SESSION: Final = 200
-"""Not a method of the local channel, where closing the connection says it."""
 
 _NAMES: Final = {
     transport.OPEN_SESSION: "OpenSession",
@@ -109,6 +114,15 @@ class GrpcTransport:
         """See Transport. Raises Unreachable or Refused from the iterator."""
         try:
             yield from self._channel.unary_stream(_SERVICE + "Arrivals", bytes, bytes)(payload, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise self._failure(error) from error
+        except ValueError as error:
+            raise Unreachable("the channel has been closed", lost=True) from error
+
+    def watch_events(self, payload: bytes) -> Iterator[bytes]:
+        """See watching.EventSource."""
+        try:
+            yield from self._channel.unary_stream(_WATCH, bytes, bytes)(payload)
         except grpc.RpcError as error:
             raise self._failure(error) from error
         except ValueError as error:

@@ -96,12 +96,16 @@ class PrefetchResult:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """What `Client.lookup` found: restorable tokens here, by tier, and on other nodes. `reason`: why it ends there."""
+    """What `Client.lookup` found: restorable tokens here, by tier, and on other nodes. `reason`: why it ends there.
+
+    `load_s`: how long those on disk would take to come to memory, as the daemon estimates it now.
+    """
 
     tokens: int
     tiers: dict[str, int] = field(default_factory=dict)
     nodes: dict[str, int] = field(default_factory=dict)
     reason: str = ""
+    load_s: float = 0.0
 
     def __bool__(self) -> bool:
         return self.tokens > 0

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -33,6 +33,9 @@ from prefixcache_client.transport import (
     Transport,
     unreadable,
 )
+
+if TYPE_CHECKING:
+    from prefixcache_client.grpc_transport import GrpcTransport
 
 M = TypeVar("M", bound=Message)
 
@@ -139,6 +142,15 @@ def open_grpc(address: Address, options: ClientOptions, deadline: float) -> Sess
     transport.keep_alive(opened.session, opened.ttl_ms / 1000)
     path = StreamPath(lambda: transport, opened.session, options.stream_timeout_s)
     return Session(GRPC, transport, opened, path)
+
+
+def grpc_alone(address: Address) -> "GrpcTransport":
+    """A connection without a session, for what needs none. Raises Unreachable."""
+    from prefixcache_client.grpc_transport import GrpcTransport
+
+    if address.is_foreign:
+        raise Unreachable(f"the folder of {address.socket_path} belongs to another user")
+    return GrpcTransport(address.target)
 
 
 def _local_path(

@@ -21,6 +21,7 @@ __all__ = [
     "new_cache",
     "record_until",
     "sliding_window",
+    "unwrapped",
 ]
 
 _CACHE_KEYWORDS = ("cache", "past_key_values")
@@ -93,6 +94,13 @@ def forward_cache_keyword(model: PreTrainedModel) -> str:
     """The name under which this model's `forward` takes a cache. Raises TypeError for a model that takes none."""
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's wrapper takes anything
     return _first_of(plain.forward)
+
+
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The model inside an engine that wraps one as its `module`, such as DeepSpeed's InferenceEngine; else itself."""
+    inner = getattr(model, "module", None)
+    found = inner if isinstance(inner, PreTrainedModel) and not isinstance(model, PreTrainedModel) else model
+    return cast("PreTrainedModel", found)
 
 
 def _first_of(function: Any) -> str:

@@ -4,6 +4,7 @@ Rules:
 1. Sharing with other engines goes by the digest of the checkpoint's files. It is used only where a sample of every
    tensor in memory is what the files say; merged adapters, training and quantised loading get a digest of their own.
 2. LoRA adapters that are active are digested apart from the base; so is how strongly they are mixed in.
+3. What no checkpoint holds and the KV depends on all the same, the rotation's frequencies, is looked at as well.
 
 What belongs here: model -> NamespaceIdentity. peft is looked at through its layers' attributes and never imported.
 """
@@ -25,6 +26,7 @@ from prefixcache.identity.model import namespace_from_hf
 from prefixcache.identity.tensors import TensorFileError, TensorRecord, read_tensors, weight_files
 from prefixcache.identity.weights import state_dict_digest, weights_digest
 from prefixcache_transformers.probe import CacheShape
+from prefixcache_transformers.rotation import changed_rotation
 
 __all__ = ["AdapterState", "adapter_state", "model_identity"]
 
@@ -56,6 +58,7 @@ def model_identity(
     active, _ = adapter_state(model)
     tensors = {name: tensor for name, tensor in _plain_names(model.state_dict()).items() if _LORA not in name}
     quantisation = getattr(model.config, "quantization_config", None)
+    rotation = changed_rotation(model)
     namespace = namespace_from_hf(
         model.config,
         _weights(model, tensors),
@@ -67,6 +70,7 @@ def model_identity(
         codec=codec,
         compute_dtype=str(model.dtype),
         lora=_lora_digest(model, active) if active else b"",
+        overrides={"rotation": rotation} if rotation else {},
         quantisation="none" if quantisation is None else _quantisation_name(quantisation),
     )
     return namespace.identity

@@ -11,7 +11,8 @@ What belongs here: the life of one request. Tensors are cache_io's, integers of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from prefixcache_transformers import compat
 from prefixcache_transformers.batch import Prompt, infer_mask, read_prompts
 from prefixcache_transformers.block_store import BlockStore, StoreOpener
 from prefixcache_transformers.cache_io import take_snapshot
+from prefixcache_transformers.continuous import UNKNOWN_FORM, Batching, batching
 from prefixcache_transformers.model_identity import AdapterState, adapter_state, model_identity
 from prefixcache_transformers.probe import probe
 from prefixcache_transformers.requests import Settings, bypass_reason
@@ -64,11 +66,13 @@ class PrefixCache:
     """Prefix reuse for one model. Not safe for two threads at once."""
 
     def __init__(self, model: PreTrainedModel, open_store: StoreOpener, options: CacheOptions | None = None) -> None:
-        """`open_store`: where blocks are kept, see `prefixcache_transformers.daemon`.
+        """`model`: of transformers, or an engine around one (DeepSpeed's), which is then left out of all calls.
+        `open_store`: where blocks are kept, see `prefixcache_transformers.daemon`.
 
         Runs one token through `model` to learn its cache's shape. Raises UnsupportedModelError or ConfigError for a
         model whose states cannot be shared.
         """
+        model = compat.unwrapped(model)
         self.model = model
         self.options = options or CacheOptions()
         self.shape = probe(model)
@@ -144,19 +148,40 @@ class PrefixCache:
         if prompts is None:
             self.stats.reasons["not_left_padded"] += 1
             return None
-        if adapter_state(self.model) != self._adapters:
-            self._root, self._store = self._open()
-        chains = [KeyChain(self._root, self.options.block_tokens) for _ in prompts]
+        root, store = self._namespace()
+        chains = [KeyChain(root, self.options.block_tokens) for _ in prompts]
         for chain, prompt in zip(chains, prompts, strict=True):
             chain.append(prompt.tokens)
         cache = compat.new_cache(self.model)
         compat.record_until(cache, input_ids.shape[1])
-        restored = restore_prompts(self._store, self.shape, cache, prompts, chains)
+        restored = restore_prompts(store, self.shape, cache, prompts, chains)
         if restored.reason:
             self.stats.reasons[restored.reason] += 1
         self.stats.looked_up += sum(len(prompt.tokens) for prompt in prompts)
         self.stats.reused += sum(restored.tokens)
         return CachedPrefix(cache, restored.columns, restored.tokens, prompts, chains)
+
+    def generate_batch(self, inputs: list[list[int]], **arguments: Any) -> Any:
+        """`model.generate_batch` with the same arguments and the same result: continuous batching (transformers 5.x)
+        in which prompts go on from their stored prefix. `inputs`: token ids of each prompt."""
+        with self.continuous_batching():
+            return self.model.generate_batch(inputs, **arguments)
+
+    @contextmanager
+    def continuous_batching(self) -> Iterator[None]:
+        """While this is entered, everything that the model batches continuously (`generate_batch`, managers of
+        `continuous_batching_context_manager`) reuses and stores prefixes; at its end all is stored or refused."""
+        if not hasattr(self.model, "init_continuous_batching"):
+            self.stats.reasons[UNKNOWN_FORM] += 1
+            yield
+            return
+        options = self.options
+        over = Batching(
+            self.shape, options.block_tokens, self._namespace, self.stats, self._thread, prompt_only=options.prompt_only
+        )
+        with batching(self.model, over):
+            yield
+        self.flush()
 
     def invalidate(self) -> None:
         """The weights were changed in place: what was stored before is not found any more, here or in any process."""
@@ -171,6 +196,12 @@ class PrefixCache:
     def close(self) -> None:
         """Store what is waiting and stop the thread."""
         self._thread.close()
+
+    def _namespace(self) -> tuple[bytes, BlockStore]:
+        """The root key and the store for the model as it is now."""
+        if adapter_state(self.model) != self._adapters:
+            self._root, self._store = self._open()
+        return self._root, self._store
 
     def _open(self) -> tuple[bytes, BlockStore]:
         self._adapters = adapter_state(self.model)

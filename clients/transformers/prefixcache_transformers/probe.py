@@ -17,6 +17,12 @@ from prefixcache_transformers import compat
 __all__ = ["CacheShape", "UnsupportedModelError", "probe"]
 
 
+_NOTHING_KEPT = (
+    "the model puts nothing into the cache it is given. Kernels that keep KV of their own cannot be cached: switch them"
+    " off (with DeepSpeed, replace_with_kernel_inject=False)"
+)
+
+
 class UnsupportedModelError(ValueError):
     """A model whose cache holds something else than keys and values of tokens. `reason` is a short, fixed word."""
 
@@ -57,6 +63,8 @@ def probe(model: PreTrainedModel) -> CacheShape:
         devices[index] = layer.keys.device
         dtypes.update((layer.keys.dtype, layer.values.dtype))
         groups.append(_group(index, layer))
+    if not groups:
+        raise UnsupportedModelError("no_kv_cache", _NOTHING_KEPT)
     if len(dtypes) != 1:
         raise UnsupportedModelError("mixed_kv_dtypes", f"{sorted(map(str, dtypes))}")
     layout = Layout.of(*groups)

@@ -77,11 +77,13 @@ class StoreThread:
         self._waiting: list[Future[None]] = []
         self._lock = threading.Lock()
 
-    def add(self, store: BlockStore, snapshot: Snapshot, jobs: Sequence[StoreJob]) -> None:
-        """Have these rows stored soon, or count `store_backlog`."""
+    def add(
+        self, store: BlockStore, snapshot: Snapshot, jobs: Sequence[StoreJob], *, max_waiting: int = MAX_WAITING
+    ) -> None:
+        """Have these rows stored soon, or count `store_backlog` where `max_waiting` snapshots wait already."""
         with self._lock:
             self._waiting = [future for future in self._waiting if not future.done()]
-            if len(self._waiting) >= MAX_WAITING:
+            if len(self._waiting) >= max_waiting:
                 self._stats.reasons["store_backlog"] += 1
                 return
             self._waiting.append(self._thread.submit(self._run, store, snapshot, jobs))

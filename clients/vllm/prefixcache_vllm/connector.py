@@ -16,12 +16,13 @@ from prefixcache_client import Client, ClientOptions
 from prefixcache_vllm.announcing import Announcements
 from prefixcache_vllm.asking import DaemonAsker
 from prefixcache_vllm.counting import Numbers
-from prefixcache_vllm.events import Confirmations, block_stored, can_announce
+from prefixcache_vllm.events import Confirmations, can_announce, event_of
 from prefixcache_vllm.identity import CannotShareError, EngineIdentity, engine_identity
 from prefixcache_vllm.options import Options, read_options
 from prefixcache_vllm.orders import StepOrders
 from prefixcache_vllm.packing import Packing, PageShape, UnknownFormError, cpu_packing
 from prefixcache_vllm.ranks import Rank
+from prefixcache_vllm.removals import Removals
 from prefixcache_vllm.scheduler import SchedulerSide
 from prefixcache_vllm.stats import PrefixCacheMetrics, PrefixCacheStats, metrics_page, stats_of
 from prefixcache_vllm.worker import Ended, WorkerSide
@@ -52,6 +53,7 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._asker: DaemonAsker | None = None
+        self._removals: Removals | None = None
         self._ended: Ended | None = None
         self._unsaved: StepOrders | None = None
         self._left_alone = 0
@@ -80,8 +82,9 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
             events = getattr(vllm_config, "kv_events_config", None)
             if getattr(events, "enable_kv_cache_events", False) and can_announce():
                 self._scheduler.announcements = Announcements()
+                self._removals = Removals(client.watch)
         else:
-            rank = Rank(_rank(), int(vllm_config.parallel_config.tensor_parallel_size))
+            rank = _rank(vllm_config.parallel_config)
             self._now = engine.loads_in_step(options)
             self._worker = WorkerSide(
                 client, engine, rank, options.save_queue, tells_requests=_RESULTS is not None
@@ -216,7 +219,12 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
     def take_events(self) -> Iterable[Any]:
         """See the base class."""
         side = self._scheduler
-        return [] if side is None or side.announcements is None else map(block_stored, side.announcements.take())
+        if side is None or side.announcements is None:
+            return []
+        if self._removals is not None:
+            self._removals.follow(side.fingerprints())
+            self._removals.tell(side.announcements)
+        return map(event_of, side.announcements.take())
 
     # Both sides.
 
@@ -245,6 +253,8 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
         """See the base class."""
         if self._worker is not None:
             self._worker.close()
+        if self._removals is not None:
+            self._removals.close()
         if self._asker is not None:
             self._asker.close()
             self._client.close()
@@ -273,7 +283,9 @@ def _page_shapes(engine: EngineIdentity) -> set[PageShape]:
     }
 
 
-def _rank() -> int:
-    from vllm.distributed import get_tensor_model_parallel_rank
+def _rank(parallel: Any) -> Rank:
+    from vllm import distributed
 
-    return int(get_tensor_model_parallel_rank())
+    number, stages = distributed.get_tensor_model_parallel_rank(), int(getattr(parallel, "pipeline_parallel_size", 1))
+    stage = distributed.get_pp_group().rank_in_group if stages > 1 else 0
+    return Rank(int(number), int(parallel.tensor_parallel_size), int(stage), stages)

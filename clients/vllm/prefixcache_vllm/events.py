@@ -1,4 +1,4 @@
-"""vLLM's form of announcements: BlockStored events, and how workers' confirmations travel to the scheduler's side.
+"""vLLM's form of announcements: its events, and how workers' confirmations travel to the scheduler's side.
 
 What belongs here: vLLM's classes. Versions without them publish nothing of ours.
 """
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from vllm.distributed import kv_events
 
-from prefixcache_vllm.announcing import StoredBlocks
+from prefixcache_vllm.announcing import Announcement, RemovedBlocks, StoredBlocks
 
 MEDIUM: Final = "CPU"
 _CARRIER: Any = getattr(kv_events, "KVConnectorKVEvents", None)
@@ -51,17 +51,42 @@ def can_announce() -> bool:
     return _CARRIER is not None
 
 
-def block_stored(blocks: StoredBlocks) -> Any:
-    """The event. Block hashes are our block keys, 32 bytes."""
+def event_of(told: Announcement) -> Any:
+    """vLLM's event. Block hashes are our block keys, 32 bytes."""
+    if isinstance(told, StoredBlocks):
+        return _block_stored(told)
+    if not told.keys:
+        return kv_events.AllBlocksCleared()
+    return _block_removed(told)
+
+
+def _block_removed(blocks: RemovedBlocks) -> Any:
+    return kv_events.BlockRemoved(block_hashes=list(blocks.keys), medium=MEDIUM)
+
+
+def _block_stored(blocks: StoredBlocks) -> Any:
     fields: dict[str, Any] = {
         "block_hashes": blocks.hashes(),
         "parent_block_hash": blocks.parent,
         "token_ids": list(blocks.tokens),
         "block_size": blocks.block_tokens,
-        "lora_id": None,
+        "lora_id": blocks.lora_id,
         "medium": MEDIUM,
         "lora_name": blocks.lora or None,
     }
-    if blocks.salt and blocks.parent is None:
-        fields["extra_keys"] = [(blocks.salt,)] + [None] * (len(blocks.hashes()) - 1)
+    extra_keys = [_extra_keys(blocks, place) or None for place in range(len(blocks.hashes()))]
+    if any(extra_keys):
+        fields["extra_keys"] = extra_keys
     return kv_events.BlockStored(**{name: value for name, value in fields.items() if name in _FIELDS})
+
+
+def _extra_keys(blocks: StoredBlocks, place: int) -> tuple[Any, ...]:
+    """What one block's content depends on beside its tokens, in the order in which vLLM lists it: adapter, images with
+    their place relative to the block, salt."""
+    first = blocks.first_token + place * blocks.block_tokens
+    end = first + blocks.block_tokens
+    keys: list[Any] = [blocks.lora] if blocks.lora else []
+    keys += [(name, at - first) for name, at, tokens in blocks.images if at < end and first < at + tokens]
+    if blocks.salt and not first:
+        keys.append(blocks.salt)
+    return tuple(keys)

@@ -5,6 +5,8 @@ Rules:
 2. What cannot be said for certain switches the cache off, with a reason: weights that are not on this disk, layers
    whose KV is something else, parallel forms that cut blocks in other ways.
 3. The layout is the checkpoint's, as in all adapters, and checked against the KV cache vLLM really has.
+4. Layers of a draft model (speculative decoding) are not the model's: they are found by name, or by a number behind the
+   model's last, and take no part. Two layers that cannot be told apart switch the cache off.
 
 It must not know tensors.
 """
@@ -34,7 +36,8 @@ _KV_DTYPES: Final[Mapping[str, str]] = {
     "bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float": "float32", "float32": "float32",
 }  # fmt: skip
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
-"""Epochs of changed weights begin here; each is random, for two engines that change theirs share nothing."""
+_DRAFT: Final = "draft_model."
+"""How vLLM begins the names of a draft model's layers, which are numbered from 0 like the model's own."""
 
 
 class CannotShareError(ValueError):
@@ -60,6 +63,8 @@ class EngineIdentity:
     identity: NamespaceIdentity
     groups: tuple[GroupPages, ...]
     label: str
+    draft_layers: int = 0
+    """Layers of a draft model beside it, whose KV is not kept."""
 
     @property
     def hybrid(self) -> bool:
@@ -79,7 +84,7 @@ class EngineIdentity:
 def engine_identity(vllm_config: Any, kv_cache_config: Any, options: Options) -> EngineIdentity:
     """What this engine's KV depends on. Raises CannotShareError."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    _check_parallel(vllm_config.parallel_config)
+    stages = _check_parallel(vllm_config.parallel_config, kv_cache_config)
     layouts = _specs(kv_cache_config)
     try:
         namespace = namespace_from_hf(
@@ -97,12 +102,15 @@ def engine_identity(vllm_config: Any, kv_cache_config: Any, options: Options) ->
         raise CannotShareError(error.reason, str(error)) from error
     except LayoutError as error:
         raise CannotShareError("layout_unknown", str(error)) from error
-    _check_layout(namespace.layout, layouts, int(vllm_config.parallel_config.tensor_parallel_size))
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    _check_layout(namespace.layout, layouts, ranks, some=stages > 1)
     groups = tuple(
         GroupPages(_layers(group.layer_names, namespace.layout), int(group.kv_cache_spec.block_size))
         for group in kv_cache_config.kv_cache_groups
     )
-    return EngineIdentity(namespace.identity, groups, str(model.served_model_name or model.model))
+    known = sum(len(group.layers) for group in groups)
+    total = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+    return EngineIdentity(namespace.identity, groups, str(model.served_model_name or model.model), total - known)
 
 
 def in_new_epoch(identity: NamespaceIdentity) -> NamespaceIdentity:
@@ -166,10 +174,17 @@ def _quantisation(model: Any) -> str:
     return repr(("vllm", str(model.quantization), listed))
 
 
-def _check_parallel(parallel: Any) -> None:
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+def _check_parallel(parallel: Any, kv_cache_config: Any) -> int:
+    """How many stages its pipeline has. Raises CannotShareError for forms that cut blocks in other ways."""
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if int(getattr(parallel, name, 1)) > 1:
             raise CannotShareError(name.removesuffix("_size"), f"{name} above 1 is not supported yet")
+    stages = int(getattr(parallel, "pipeline_parallel_size", 1))
+    if stages > 1 and len(kv_cache_config.kv_cache_groups) > 1:
+        raise CannotShareError(
+            "pipeline_parallel", "stages of models with several KV cache groups are not supported yet"
+        )
+    return stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +201,8 @@ def _specs(kv_cache_config: Any) -> list[_Spec]:
     for group in kv_cache_config.kv_cache_groups:
         each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         for name in group.layer_names:
+            if name.startswith(_DRAFT):
+                continue
             spec = group.kv_cache_spec if each is None else each[name]
             layer = layer_index(name)
             if layer is None or not all(hasattr(spec, field) for field in ("num_kv_heads", "head_size", "dtype")):
@@ -196,13 +213,16 @@ def _specs(kv_cache_config: Any) -> list[_Spec]:
     return specs
 
 
-def _check_layout(layout: Layout, specs: Iterable[_Spec], ranks: int) -> None:
+def _check_layout(layout: Layout, specs: Iterable[_Spec], ranks: int, *, some: bool) -> None:
+    """`some`: only some of the layers are here, those of a stage."""
     by_layer = {layer: group for group in layout.groups for layer in group.layers}
     seen = set()
     for spec in specs:
         group = by_layer.get(spec.layer)
         if group is None:
-            continue  # a draft model's: computed anew, and verified by the model's own
+            continue  # a draft model's that is numbered behind the model's
+        if spec.layer in seen:
+            raise CannotShareError("layer_ambiguous", f"more than one KV cache is named as that of layer {spec.layer}")
         if not splits(group.kv_heads, ranks):
             raise CannotShareError("kv_heads_not_divisible", f"{group.kv_heads} KV heads on {ranks} ranks")
         heads = len(Rank(0, ranks).holds(group.kv_heads))
@@ -214,11 +234,11 @@ def _check_layout(layout: Layout, specs: Iterable[_Spec], ranks: int) -> None:
                 f"{heads} of {size} {group.dtype} were expected",
             )
         seen.add(spec.layer)
-    if seen != set(by_layer):
+    if seen != set(by_layer) and not (some and seen):
         raise CannotShareError("layout_mismatch", f"layers {sorted(set(by_layer) - seen)} keep no KV of their own")
 
 
 def _layers(names: Iterable[str], layout: Layout) -> dict[str, int]:
     known = {layer for group in layout.groups for layer in group.layers}
-    indexed = {name: layer_index(name) for name in names}
+    indexed = {name: layer_index(name) for name in names if not name.startswith(_DRAFT)}
     return {name: layer for name, layer in indexed.items() if layer is not None and layer in known}

@@ -10,7 +10,7 @@ Bytes are prefixcache_offload.paged's.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -52,13 +52,14 @@ PagedParts = Sequence[Sequence[PartPages]]
 
 
 def describe_layers(form: BlockFormat, layers: Mapping[int, LayerPages], rank: Rank) -> PagedParts:
-    """The layers' tensors as parts of a block: this rank's heads of it.
+    """The layers' tensors as parts of a block: this rank's heads and layers of it.
 
     Raises ValueError for tensors that do not fit the layout, KeyError for a layer that is not there.
     """
     parts = []
     for part, shape in enumerate(form.shapes):
-        members = [(position, layers[layer]) for position, layer in enumerate(form.layers_of(part))]
+        places = enumerate(form.layers_of(part))
+        members = [(place, layers[layer]) for place, layer in places if rank.stages == 1 or layer in layers]
         found = []
         for (group, _), run in itertools.groupby(members, key=lambda member: (member[1].group, member[1].page_tokens)):
             tensors = [PagedTensor(*view, position) for position, layer in run for view in layer.views]
@@ -92,7 +93,8 @@ class PagedSpan:
         size = form.block_tokens
         if self.partial:
             return range(self.from_token // size, -(-self.to_token // size))
-        there = max(self._first_whole(each) for each in self.parts[part])
+        # Of a part of which this rank has no layer, the others' pages are those of the only group.
+        there = max(self._first_whole(each) for each in self.parts[part] or next(filter(None, self.parts)))
         first = -(-max(self.from_token, there) // size)
         return range(first, max(first, self.to_token // size))
 
@@ -117,6 +119,17 @@ class PagedSpan:
         run = self.pages[each.group]
         gaps = np.flatnonzero(np.asarray(run.ids, dtype=np.int64) == NULL_PAGE)
         return (run.first + (int(gaps[-1]) + 1 if gaps.size else 0)) * each.cache.page_tokens
+
+
+def layers_in(form: BlockFormat, layers: Iterable[int]) -> tuple[range, ...]:
+    """By part, which of its layers these are, counted from its first. Raises ValueError where there is a gap."""
+    known, found = set(layers), []
+    for part in range(len(form.shapes)):
+        places = [place for place, layer in enumerate(form.layers_of(part)) if layer in known]
+        found.append(range(places[0], places[-1] + 1) if places else range(0))
+        if len(found[-1]) != len(places):
+            raise ValueError(f"layers {sorted(known)} do not follow each other in part {part}")
+    return tuple(found)
 
 
 def _runs(blocks: Places) -> list[tuple[range, slice]]:

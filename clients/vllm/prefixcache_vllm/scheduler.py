@@ -32,6 +32,8 @@ log = logging.getLogger("prefixcache_vllm")
 _IMAGE: Final = "mm"
 _RUNNING: Final = "RUNNING"
 _OVERLAP: Final = 2
+_DRAFT_MODEL: Final = "draft_model"
+"""Counted for each request whose prefix was loaded for the model but not for its draft model."""
 _MAX_ROOTS: Final = 1024
 """Roots of salts that are remembered: as many tenants as send requests at a time."""
 _NOTHING: Final = StepOrders()
@@ -81,7 +83,7 @@ class SchedulerSide:
     def arrived(self, request: Any) -> None:
         """See KVConnectorBase_V1.on_new_request."""
         entry = self._entry(request)
-        if entry is None or not self._loads:
+        if entry is None or not self._loads or _reads_nothing(request):
             return
         self._catch_up(entry, request)
         keys = entry.chain.keys()
@@ -92,7 +94,7 @@ class SchedulerSide:
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """See KVConnectorBase_V1.get_num_new_matched_tokens."""
         entry = self._entry(request)
-        if entry is None or not self._loads:
+        if entry is None or not self._loads or _reads_nothing(request):
             return 0, False
         now = time.monotonic()
         if self.book.waits(entry, now):  # asked in every step: nothing else is looked at
@@ -109,6 +111,8 @@ class SchedulerSide:
         ticket = self.book.placed(entry, external_tokens)
         if ticket is None:
             return
+        if self._engine.draft_layers:
+            self.book.reasons[_DRAFT_MODEL] += 1
         first, end = entry.from_token, entry.from_token + external_tokens
         # The last block may hold more than fits: an engine that computes the last token itself has asked for less.
         order = LoadOrder(
@@ -201,6 +205,10 @@ class SchedulerSide:
         self._namespaces.clear()
         self._namespace_of("", self._identity)
 
+    def fingerprints(self) -> list[bytes]:
+        """Of the namespaces in use."""
+        return [namespace.epoch.fingerprint for namespace in self._namespaces.values()]
+
     def _leaving(self, scheduler_output: Any) -> frozenset[str]:
         """Requests that lost their blocks since the last step. Not every version says so; the status does."""
         left_out = self._running - scheduler_output.num_scheduled_tokens.keys()
@@ -248,7 +256,8 @@ class SchedulerSide:
             return self._namespaces[""]
         name = f"{lora.lora_int_id} {lora.lora_name} {lora.lora_path}"
         known = self._namespaces.get(name)
-        if known is None:
+        # `load_inplace`: the worker reads the files again for this request, whatever it has under that name.
+        if known is None or getattr(lora, "load_inplace", False):
             identity = self._engine.with_lora(str(lora.lora_path), self._identity)
             known = self._namespace_of(name, identity)
         return known
@@ -311,13 +320,17 @@ class SchedulerSide:
 
     def _announced(self, request: Any, order: SaveOrder) -> StoredBlocks:
         size, first = self._options.block_tokens, order.first_block * KEY_BYTES
+        lora = getattr(request, "lora_request", None)
         return StoredBlocks(
             order.keys[first:],
             order.keys[first - KEY_BYTES : first] if first else None,
             tuple(request.all_token_ids[order.first_block * size : order.end_block * size]),
             size,
-            str(getattr(getattr(request, "lora_request", None), "lora_name", "") or ""),
+            str(getattr(lora, "lora_name", "") or ""),
             str(getattr(request, "cache_salt", None) or ""),
+            None if lora is None else int(lora.lora_int_id),
+            order.first_block * size,
+            _images(request),
         )
 
     def _pages(self, table: tuple[list[int], ...], first: int, end: int) -> tuple[PageRun, ...]:
@@ -337,6 +350,17 @@ def _left_alone(request: Any) -> str:
     if getattr(request, "resumable", False):
         return "streaming_input"
     return ""
+
+
+def _images(request: Any) -> tuple[tuple[str, int, int], ...]:
+    """(identifier, first token, tokens) of each."""
+    features = getattr(request, "mm_features", None) or ()
+    return tuple((str(f.identifier), int(f.mm_position.offset), int(f.mm_position.length)) for f in features)
+
+
+def _reads_nothing(request: Any) -> bool:
+    """Whether every token has to be computed, because something about each is asked for (`prompt_logprobs`)."""
+    return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
 def _extras(request: Any) -> list[Extra]:

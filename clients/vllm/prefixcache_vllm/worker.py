@@ -9,6 +9,7 @@ Rules:
 It must not know vLLM; connector calls it with plain data.
 """
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from prefixcache_vllm.fences import Fence
 from prefixcache_vllm.identity import EngineIdentity
 from prefixcache_vllm.orders import LoadOrder, PageRun, SaveOrder, StepOrders
 from prefixcache_vllm.packing import Packing, PageShape, UnknownFormError, View, layer_views
-from prefixcache_vllm.pages import NULL_PAGE, LayerPages, PagedParts, PagedSpan, describe_layers
+from prefixcache_vllm.pages import NULL_PAGE, LayerPages, PagedParts, PagedSpan, describe_layers, layers_in
 from prefixcache_vllm.ranks import Rank
 from prefixcache_vllm.transfers import Load, Save, SaveTask, Transfers
 
@@ -58,9 +59,9 @@ class WorkerSide:
         self._client = client
         self._engine = engine
         self._rank = rank
-        self._transfers = Transfers(save_queue, client.open, counts_refusals=rank.number == 0)
+        self._transfers = Transfers(save_queue, client.open, counts_refusals=rank.first)
         self._form = BlockFormat(engine.identity.layout, engine.identity.block_tokens)
-        self._stored_heads = tuple(rank.stores(shape.kv_heads) for shape in self._form.shapes)
+        self._stored = Portion(b"", tuple(rank.stores(shape.kv_heads) for shape in self._form.shapes))
         self._layers: dict[int, LayerPages] = {}
         self._parts: PagedParts = ()
         self._namespaces: dict[bytes, Namespace] = {}
@@ -95,6 +96,8 @@ class WorkerSide:
             return
         try:
             self._parts = describe_layers(self._form, self._layers, self._rank)
+            if self._rank.stages > 1:
+                self._stored = dataclasses.replace(self._stored, layers=layers_in(self._form, self._layers))
         except (ValueError, KeyError) as error:
             log.warning("prefixcache is off in this worker: %s", error)
             self.reason_off = "layers_mismatch"
@@ -167,7 +170,7 @@ class WorkerSide:
         first, end = order.first_block * size, order.end_block * size
 
         def work(task: SaveTask) -> StoreResult:
-            if not any(self._stored_heads):
+            if not self._stored.writes(0):
                 return StoreResult(0, 0, 0, {})
             if self.reason_off:
                 self._give_up(order, namespace)
@@ -175,9 +178,9 @@ class WorkerSide:
             keys = PromptKeys(order.keys, end)
             span = PagedSpan(source.parts, source.pages, first, end, hold=task.hold)
             with fence.after():
-                if self._rank.count == 1:
+                if self._rank.alone:
                     return self._client.store(namespace, keys, span, from_token=first)
-                portion = Portion(order.ticket, self._stored_heads)
+                portion = dataclasses.replace(self._stored, ticket=order.ticket)
                 return self._client.store_portion(namespace, keys, span, portion, first)
 
         return work
@@ -215,7 +218,7 @@ class WorkerSide:
 
     def _give_up(self, order: SaveOrder, namespace: Namespace) -> None:
         """The other ranks need not wait for this one's heads."""
-        if self._rank.count > 1 and any(self._stored_heads):
+        if not self._rank.alone and self._stored.writes(0):
             self._client.give_up(namespace, order.ticket)
 
     def _any_tensor(self) -> torch.Tensor | None:

@@ -19,7 +19,8 @@ from prefixcache_offload.disk.shared import Shared
 
 _TAIL_BYTES = 32 << 10
 """Trailer and footer of a segment of 2 MiB blocks in one read."""
-_MOST_AHEAD = 4
+_THREADS = 4
+_MOST_AHEAD = 16
 
 Ask = Callable[[], Entries | None]
 """The footer's entries, or None if it is not good. Raises OSError."""
@@ -31,8 +32,8 @@ class Footers:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self.ahead = _MOST_AHEAD if shared.options.readers else 0
-        self._pool = ThreadPoolExecutor(_MOST_AHEAD, "disk-footers") if self.ahead else None
-        self._queue: deque[tuple[Segment, Ask]] = deque()
+        self._pool = ThreadPoolExecutor(_THREADS, "disk-footers") if self.ahead else None
+        self._queue: deque[tuple[Segment, Ask, Callable[[], bool]]] = deque()
 
     def __enter__(self) -> Self:
         return self
@@ -55,22 +56,26 @@ class Footers:
         if segment is None:
             return
         if self._pool is not None:
-            self._queue.append((segment, self._pool.submit(footer_of, self._shared, segment).result))
+            future = self._pool.submit(footer_of, self._shared, segment)
+            self._queue.append((segment, future.result, future.done))
         else:
-            self._queue.append((segment, lambda: footer_of(self._shared, segment)))
+            self._queue.append((segment, lambda: footer_of(self._shared, segment), lambda: False))
 
     @contextmanager
-    def next(self) -> Iterator[tuple[Segment, Ask]]:
-        """The segment asked for first, held for as long as the block runs, and its footer."""
-        segment, ask = self._queue.popleft()
+    def next(self, most: int) -> Iterator[list[tuple[Segment, Ask]]]:
+        """The segment asked for first, and of those behind it what has come by now, `most` of them: held for as long
+        as the block runs, with their footers."""
+        taken = [self._queue.popleft()[:2]]
+        while self._queue and len(taken) < most and self._queue[0][2]():
+            taken.append(self._queue.popleft()[:2])
         try:
-            yield segment, ask
+            yield taken
         finally:
-            self._let_go(segment)
+            self._let_go(*(segment for segment, _ in taken))
 
-    def _let_go(self, segment: Segment) -> None:
+    def _let_go(self, *segments: Segment) -> None:
         with self._shared.lock:
-            fds = self._shared.table.let_go(segment)
+            fds = [fd for segment in segments for fd in self._shared.table.let_go(segment)]
         self._shared.close_fds(fds)
 
 

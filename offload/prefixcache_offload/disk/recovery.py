@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixcache_offload.disk.footers import Footers, read_piece
 from prefixcache_offload.disk.records import (
@@ -35,6 +36,10 @@ from prefixcache_offload.disk.tombstones import Tombstone
 
 _SCAN_PATIENCE = 12.0
 """A whole segment may take so many times as long as a read before it counts as hanging."""
+
+_AT_ONCE = 8
+"""Segments that are judged together, where so many have been read."""
+Owners = npt.NDArray[np.int64]
 
 # Comparing an array with an enum member costs more than the comparison.
 _BLOCK, _TOMBSTONE = int(Kind.BLOCK), int(Kind.TOMBSTONE)
@@ -87,44 +92,62 @@ class Recovery:
             while found or footers.waiting:
                 while found and footers.waiting <= footers.ahead:
                     footers.ask(found.pop())
-                if footers.waiting:
-                    with footers.next() as (segment, ask):
-                        entries = self._segment(segment, ask)
-                    yield Recovered(segment.number, entries, len(found) + footers.waiting)
+                if not footers.waiting:
+                    continue
+                with footers.next(_AT_ONCE) as taken:
+                    behind = len(found) + footers.waiting + len(taken)
+                    for segment, entries in self._judged([(each, self._read(each, ask)) for each, ask in taken]):
+                        behind -= 1
+                        yield Recovered(segment.number, entries, behind)
 
-    def _segment(self, segment: Segment, ask: Callable[[], Entries | None]) -> Entries:
-        """The live blocks of one held segment."""
+    def _read(self, segment: Segment, ask: Callable[[], Entries | None]) -> Entries | None:
+        """What is in a held segment, newest sequence first; None if that cannot be read now."""
         self.counters.segments += 1
         self._sealed = False
+        entries: Entries | None = None
         try:
             entries = self._entries(segment, ask)
             self._learn_tombstones(segment, entries)
         except OSError:
             self.counters.unreadable += 1
-            with self._shared.lock:
-                segment.stage = Stage.UNSEALED if segment.stage is Stage.FOUND else segment.stage
-            return np.zeros(0, ENTRY)
-        newest_first = np.argsort(entries["sequence"], kind="stable")[::-1]
-        left = _only(entries[newest_first], entries["kind"][newest_first] == _BLOCK)
-        self.counters.records += len(left)
-        readable = known(left)
-        self.counters.unknown_codec += int((~readable).sum())
-        left = _only(left, readable)
+            entries = None
         with self._shared.lock:
-            revoked = self._shared.tombstones.revoked(left)
-            left = _only(left, ~revoked)
-            new = self._seen.add_new(left)
-            left = _only(left, new)
-            segment.note(left)
             if segment.stage is Stage.FOUND:
-                segment.stage = Stage.SEALED if self._sealed else Stage.UNSEALED
-            if len(entries):
-                segment.first_sequence = int(entries["sequence"].min())
+                segment.stage = Stage.SEALED if self._sealed and entries is not None else Stage.UNSEALED
+            if entries is None or not len(entries):
+                return entries
+            sequences = entries["sequence"]
+            segment.first_sequence = int(sequences.min())
+        if (sequences[1:] > sequences[:-1]).all():
+            return entries[::-1]
+        return entries[np.argsort(sequences, kind="stable")[::-1]]
+
+    def _judged(self, read: list[tuple[Segment, Entries | None]]) -> list[tuple[Segment, Entries]]:
+        """The live blocks of some held segments, newest first: together, as each step costs as much for all of them as
+        for one. What an older one clears lies before all that is in a newer one, so its tombstones do no harm there."""
+        pieces = [entries if entries is not None else np.zeros(0, ENTRY) for _, entries in read]
+        every = np.concatenate(pieces)
+        owner = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
+        every, owner = _only(every, owner, every["kind"] == _BLOCK)
+        self.counters.records += len(every)
+        readable = known(every)
+        self.counters.unknown_codec += int((~readable).sum())
+        every, owner = _only(every, owner, readable)
+        with self._shared.lock:
+            revoked = self._shared.tombstones.revoked(every)
+            every, owner = _only(every, owner, ~revoked)
+            new = self._seen.add_new(every)
+            every, owner = _only(every, owner, new)
+            cuts = np.searchsorted(owner, np.arange(1, len(pieces)))
+            left = np.split(every, cuts)
+            for (segment, _), mine in zip(read, left, strict=True):
+                segment.note(mine)
         self.counters.revoked += int(revoked.sum())
         self.counters.superseded += int((~new).sum())
-        if not len(entries):
-            self._remove(segment)
-        return left
+        for segment, entries in read:
+            if entries is not None and not len(entries):
+                self._remove(segment)
+        return [(segment, mine) for (segment, _), mine in zip(read, left, strict=True)]
 
     def _entries(self, segment: Segment, ask: Callable[[], Entries | None]) -> Entries:
         """From the footer, or from a scan; the segment is sealed after that if it can be. Raises OSError."""
@@ -184,6 +207,6 @@ class Recovery:
         self.counters.emptied += 1
 
 
-def _only(entries: Entries, mask: Mask) -> Entries:
-    """`entries[mask]`, without the copy in the usual case that it is all of them."""
-    return entries if mask.all() else entries[mask]
+def _only(entries: Entries, owner: Owners, mask: Mask) -> tuple[Entries, Owners]:
+    """Both at the mask, without the copy in the usual case that it is all of them."""
+    return (entries, owner) if mask.all() else (entries[mask], owner[mask])

@@ -17,14 +17,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from prefixcache.cli.main import app
-from prefixcache.v1 import admin_pb2, admin_pb2_grpc, common_pb2
+from prefixcache.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, common_pb2
 
 FINGERPRINT = bytes(range(32))
 OTHER_FINGERPRINT = bytes(range(100, 132))
 
 
 @dataclass
-class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
+class FakeAdmin(admin_pb2_grpc.AdminServiceServicer, cache_pb2_grpc.CacheServiceServicer):
     """Answers `stats` and `described`, refuses with `refusal`, hangs while `hanging`."""
 
     address: str
@@ -36,6 +36,9 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
     prefetched: admin_pb2.PrefetchResponse = field(default_factory=admin_pb2.PrefetchResponse)
     prefixes: admin_pb2.ListPrefixesResponse = field(default_factory=admin_pb2.ListPrefixesResponse)
     drained: admin_pb2.DrainResponse = field(default_factory=admin_pb2.DrainResponse)
+    looked_up: cache_pb2.LookupResponse = field(default_factory=cache_pb2.LookupResponse)
+    events: list[admin_pb2.WatchEventsResponse] = field(default_factory=list)
+    watch_refusal: common_pb2.Error | None = None
     refusal: common_pb2.Error | None = None
     hanging: bool = False
     release: threading.Event = field(default_factory=threading.Event)
@@ -80,6 +83,21 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer):
     def Flush(self, request: object, context: grpc.ServicerContext) -> admin_pb2.FlushResponse:
         self._enter(request, context)
         return admin_pb2.FlushResponse(blocks=7)
+
+    def Lookup(self, request: object, context: grpc.ServicerContext) -> cache_pb2.LookupResponse:
+        self._enter(request, context)
+        return self.looked_up
+
+    def WatchEvents(
+        self, request: object, context: grpc.ServicerContext
+    ) -> Iterator[admin_pb2.WatchEventsResponse]:  # fmt: skip
+        self._enter(request, context)
+        if self.watch_refusal is not None:
+            _refuse(context, self.watch_refusal)
+        gone = threading.Event()
+        context.add_callback(gone.set)
+        yield from self.events
+        gone.wait(30)
 
     def _enter(self, request: object, context: grpc.ServicerContext) -> None:
         self.requests.append(request)
@@ -141,6 +159,7 @@ def admin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAdmin
     with ThreadPoolExecutor(2) as threads:
         server = grpc.server(threads)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(fake, server)
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(fake, server)
         server.add_insecure_port(address)
         server.start()
         try:

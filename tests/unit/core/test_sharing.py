@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from prefixcache.core.commands import Aborted, Committed, Refused, ReservationEnded, Reserved
+from prefixcache.core.commands import Aborted, Committed, NamespaceReady, Refused, ReservationEnded, Reserved
 from prefixcache.core.events import (
     AbortRequested,
     CommitRequested,
     Coverage,
     DrainStarted,
+    NamespaceOpened,
     ProcessExited,
     ReserveRequested,
     SessionEnded,
@@ -20,8 +21,8 @@ from prefixcache.core.events import (
 )
 from prefixcache.core.ids import NamespaceKind
 from prefixcache.core.reasons import Kind, Refusal, Skip
-from prefixcache.core.spec import Limits, NamespaceSpec
-from tests.unit.core.harness import FULL, ONE_PART, TOKENS, A, B, Harness, chain, slots_of
+from prefixcache.core.spec import Limits, NamespaceSpec, PartSpec
+from tests.unit.core.harness import FULL, GRANULE, ONE_PART, TOKENS, A, B, Harness, chain, slots_of
 
 C, TICKET = b"c" * 16, b"t" * 16
 """A and C map the pool, B does not. Parts have four heads."""
@@ -277,3 +278,53 @@ def test_who_comes_while_the_daemon_drains_may_join() -> None:
 def test_opaque_keys_are_not_shared() -> None:
     h = sharing(spec=NamespaceSpec(TOKENS, (FULL,), ONE_PART.parts, NamespaceKind.FOREIGN))
     h.refused(asked(A), Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID)
+
+
+def layered() -> Harness:
+    """Parts of two heads of three layers."""
+    return sharing(spec=NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, 2, GRANULE, 3),)))
+
+
+def stage(session: bytes, first: int, count: int | None, heads: tuple[int, int | None] = (0, None)) -> CommitRequested:
+    return CommitRequested(session, TICKET, (Coverage(0, 2, 0, *heads, first, count),))
+
+
+def test_writers_may_have_layers_of_their_own() -> None:
+    h = layered()
+    both(h)
+    assert h.ask(stage(A, 0, 2), Committed).stored == 0
+    assert h.ask(stage(C, 2, None), Committed).stored == 2
+    assert h.hit("ab") == 2
+
+
+def test_every_layer_of_every_head_has_to_be_written() -> None:
+    h = layered()
+    for session in (A, B, C):
+        h.ask(asked(session), Reserved)
+    assert h.ask(stage(A, 0, 2, (0, 1)), Committed).stored == 0
+    assert h.ask(stage(B, 2, 1), Committed).stored == 0
+    assert h.ask(stage(C, 0, 2, (1, 1)), Committed).stored == 2
+
+
+@pytest.mark.parametrize(("first", "count"), [(3, None), (-1, 1), (0, 4), (2, 2), (1, 0)])
+def test_layers_that_a_part_does_not_have(first: int, count: int | None) -> None:
+    h = layered()
+    both(h)
+    h.refused(stage(A, first, count), Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID)
+
+
+def test_layers_are_learnt_from_the_first_worker_that_tells_them() -> None:
+    """Records of earlier runs do not hold them."""
+    h = sharing(spec=NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, 2, GRANULE),)))
+    both(h)
+    h.refused(stage(A, 0, 2), Kind.INVALID_ARGUMENT, Refusal.ARGUMENT_INVALID)
+    h.ask(AbortRequested(A, TICKET), Aborted)
+    for layers, known in ((3, True), (0, True), (3, True), (2, False)):
+        event = NamespaceOpened(
+            1, (1).to_bytes(32, "big"), NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, 2, GRANULE, layers),))
+        )
+        if known:
+            h.ask(event, NamespaceReady)
+        else:
+            h.refused(event, Kind.FAILED_PRECONDITION, Refusal.NAMESPACE_MISMATCH)
+    assert h.planner.state.namespaces[1].spec.parts[0].layers == 3

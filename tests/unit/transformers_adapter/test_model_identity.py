@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from prefixcache.identity.weights import state_dict_digest, weights_digest
 from prefixcache_transformers.model_identity import model_identity
-from prefixcache_transformers.probe import probe
+from prefixcache_transformers.probe import UnsupportedModelError, probe
+from prefixcache_transformers.rotation import changed_rotation
 
 from .tiny_models import BLOCK, STYLES, cached, plain, prompt, tiny_model
 
@@ -50,6 +51,20 @@ def test_changed_weights_are_not_those_of_the_files(checkpoint: Path) -> None:
     assert fingerprint(model) != before
     identity = model_identity(model, probe(model), block_tokens=BLOCK, epoch=0, tenant="")
     assert identity.weights == state_dict_digest(model.state_dict())
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_cast_model_rotates_in_another_way(tmp_path: Path, style: str, dtype: torch.dtype) -> None:
+    tiny_model(style).save_pretrained(tmp_path)
+    model, cast = loaded(tmp_path, dtype=dtype), loaded(tmp_path).to(dtype)
+    assert not changed_rotation(model)
+    assert fingerprint(cast) != fingerprint(model)
+    assert fingerprint(cast) == fingerprint(loaded(tmp_path).to(dtype)), "and shares with its like"
+    back = cast.float()
+    assert changed_rotation(back), "what a cast took away does not come back"
+    for (name, parameter), as_cast in zip(model.named_parameters(), back.parameters(), strict=True):
+        assert torch.equal(parameter.float(), as_cast), name
 
 
 def test_what_separates(checkpoint: Path) -> None:
@@ -112,3 +127,19 @@ def test_switching_adapters_between_requests() -> None:
         assert torch.equal(output, said.setdefault(name, output))
     assert not torch.equal(said["first"], said["second"])
     assert [len(store) for store in opener.stores.values()] == [4, 4]
+
+
+def test_a_model_that_keeps_its_kv_elsewhere_is_refused() -> None:
+    model = tiny_model("llama")
+    forward = model.forward
+    model.forward = lambda past_key_values=None, **more: forward(**more)
+    with pytest.raises(UnsupportedModelError) as error:
+        probe(model)
+    assert error.value.reason == "no_kv_cache"
+
+
+def test_an_engine_around_a_model_is_looked_into() -> None:
+    engine = torch.nn.Module()
+    engine.module = tiny_model("llama")
+    cache, _ = cached(engine)
+    assert cache.model is engine.module

@@ -82,6 +82,7 @@ class FakeRequest:
     prompt_embeds: Any = None
     pooling_params: Any = None
     resumable: bool = False
+    skip_reading_prefix_cache: bool = False
     status: Any = field(default_factory=lambda: SimpleNamespace(name="RUNNING"))
 
     @property

@@ -21,7 +21,9 @@ def install(monkeypatch: pytest.MonkeyPatch, *, new: bool) -> None:
     modules[f"{_V1}.metrics"] = _module(f"{_V1}.metrics", KVConnectorStats=_Stats)
     if new:
         modules[f"{_V1}.metrics"].KVConnectorPromMetrics = _Page  # type: ignore[attr-defined] # a module
-    events = _module("vllm.distributed.kv_events", BlockStored=_BlockStored)
+    events = _module(
+        "vllm.distributed.kv_events", BlockStored=_BlockStored, BlockRemoved=_BlockRemoved, AllBlocksCleared=_AllCleared
+    )
     if new:
         events.KVConnectorKVEvents = type("KVConnectorKVEvents", (), {})  # type: ignore[attr-defined] # a module
     modules["vllm.distributed.kv_events"] = events
@@ -51,6 +53,15 @@ class _BlockStored:
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
+
+
+class _BlockRemoved:
+    def __init__(self, block_hashes: list[bytes], medium: str) -> None:
+        self.block_hashes, self.medium = block_hashes, medium
+
+
+class _AllCleared:
+    pass
 
 
 @dataclass

@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from prefixcache.v1 import admin_pb2, admin_pb2_grpc
 from tests.e2e.processes import DaemonProcess, wait_until
 from tests.unit.vllm_adapter import stub_vllm
 from tests.unit.vllm_adapter.fakes import FakeRequest, step
@@ -152,6 +154,29 @@ def test_stored_and_loaded(engine: Engine) -> None:
     assert [len(event.block_hashes) for event in events] == ([3] if engine.new else [])
 
 
+def test_what_the_daemon_drops_is_told(engine: Engine, daemon: DaemonProcess) -> None:
+    if not engine.new:
+        return  # without confirmations nothing of ours is announced
+    compute(engine, "a", list(range(1, 8)))
+    told: list[Any] = []
+
+    def followed() -> bool:
+        told.extend(engine.scheduler.take_events())
+        return bool(engine.scheduler._removals._watch.connected)
+
+    assert wait_until(followed)
+    with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
+        admin_pb2_grpc.AdminServiceStub(channel).Evict(admin_pb2.EvictRequest(), timeout=20)
+
+    def dropped() -> set[bytes]:
+        told.extend(engine.scheduler.take_events())
+        return {key for event in told if hasattr(event, "medium") for key in event.block_hashes}
+
+    stored = {key for event in told if hasattr(event, "token_ids") for key in event.block_hashes}
+    assert len(stored) == 3
+    assert wait_until(lambda: dropped() == stored)
+
+
 def test_a_load_without_its_daemon_is_reported(engine: Engine, daemon: DaemonProcess) -> None:
     compute(engine, "a", list(range(1, 8)))
     again = FakeRequest("b", list(range(1, 201)))
@@ -185,7 +210,10 @@ def test_a_preempted_request_is_let_go_before_the_step(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "reason"),
-    [("pipeline_parallel_size", "pipeline_parallel"), ("decode_context_parallel_size", "decode_context_parallel")],
+    [
+        ("prefill_context_parallel_size", "prefill_context_parallel"),
+        ("decode_context_parallel_size", "decode_context_parallel"),
+    ],
 )
 def test_an_engine_that_cannot_share_computes_and_says_why(
     tmp_path: Path, new: bool, caplog: pytest.LogCaptureFixture, setting: str, reason: str

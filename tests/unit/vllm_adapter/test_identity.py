@@ -82,7 +82,7 @@ def test_engine_settings_that_change_the_bytes(folder: Path) -> None:
         ({"load_config__load_format": "dummy"}, {}, "weights_unknown"),
         ({"cache_config__cache_dtype": "fp8_inc"}, {}, "kv_dtype_unknown"),
         ({"cache_config__calculate_kv_scales": True}, {}, "dynamic_scales"),
-        ({"parallel_config__pipeline_parallel_size": 2}, {}, "pipeline_parallel"),
+        ({"parallel_config__decode_context_parallel_size": 2}, {}, "decode_context_parallel"),
         ({}, {"heads": 4}, "layout_mismatch"),
         ({}, {"size": 32}, "layout_mismatch"),
         ({}, {"dtype": torch.uint8}, "layout_mismatch"),
@@ -110,10 +110,51 @@ def test_layers_that_keep_something_else(folder: Path) -> None:
     assert error.value.reason == "layer_unknown"
 
 
+def test_draft_models_take_no_part(folder: Path) -> None:
+    alone = engine_identity(config_of(folder), kv_config(), Options())
+    assert alone.draft_layers == 0
+    # A draft model in one group with the model, as alike as can be; then one numbered behind it, in a group of its own.
+    config = kv_config()
+    config.kv_cache_groups[0].layer_names += [f"draft_model.model.layers.{i}.self_attn.attn" for i in range(2)]
+    engine = engine_identity(config_of(folder), config, Options())
+    assert (engine.identity, engine.draft_layers) == (alone.identity, 2)
+    assert engine.groups == alone.groups
+    config = kv_config()
+    spec = SimpleNamespace(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
+    config.kv_cache_groups.append(SimpleNamespace(layer_names=["model.layers.2.self_attn.attn"], kv_cache_spec=spec))
+    engine = engine_identity(config_of(folder), config, Options())
+    assert (engine.identity, engine.draft_layers) == (alone.identity, 1)
+    assert [len(group.layers) for group in engine.groups] == [2, 0]
+
+
+def test_layers_that_cannot_be_told_apart(folder: Path) -> None:
+    config = kv_config()
+    config.kv_cache_groups[0].layer_names.append("another.layers.1.self_attn.attn")
+    with pytest.raises(CannotShareError) as error:
+        engine_identity(config_of(folder), config, Options())
+    assert error.value.reason == "layer_ambiguous"
+
+
 def test_ranks_keep_their_heads(folder: Path) -> None:
     config = config_of(folder, parallel_config__tensor_parallel_size=2)
     one = engine_identity(config_of(folder), kv_config(), Options())
     assert engine_identity(config, kv_config(heads=1), Options()).identity == one.identity
+
+
+def test_stages_have_some_of_the_layers(folder: Path) -> None:
+    config = config_of(folder, parallel_config__pipeline_parallel_size=2)
+    one = engine_identity(config_of(folder), kv_config(), Options())
+    stage = engine_identity(config, kv_config(layers=1), Options())
+    assert stage.identity == one.identity
+    assert list(stage.groups[0].layers.values()) == [0]
+
+
+def test_stages_of_several_groups(folder: Path) -> None:
+    several = kv_config()
+    several.kv_cache_groups.append(several.kv_cache_groups[0])
+    with pytest.raises(CannotShareError) as error:
+        engine_identity(config_of(folder, parallel_config__pipeline_parallel_size=2), several, Options())
+    assert error.value.reason == "pipeline_parallel"
 
 
 @pytest.mark.parametrize(("heads", "ranks"), [(2, 3), (6, 4), (2, 5)])

@@ -84,11 +84,11 @@ FORMS: dict[str, tuple[Shape, Token]] = {
 
 @dataclass
 class Worker:
-    """One rank: its tensors and heads by layer, and the side under test."""
+    """One rank: the tensors and heads of its layers, and the side under test."""
 
     side: WorkerSide
-    tensors: list[torch.Tensor]
-    heads: list[range]
+    tensors: dict[int, torch.Tensor]
+    heads: dict[int, range]
     token: Token
 
     def write(self, kv: Kv, pages: list[int]) -> None:
@@ -101,8 +101,8 @@ class Worker:
 
     def pairs(self, kv: Kv, pages: list[int], first_tokens: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What this rank has of one token's K or V beside what the prompt has."""
-        for layer, values in enumerate(kv):
-            heads = self.heads[layer]
+        for layer, heads in self.heads.items():
+            values = kv[layer]
             for component, token in np.ndindex(*values.shape[:2]):
                 if token >= first_tokens[layer]:
                     mine = self.token(self.tensors[layer], component, pages[token // PAGE], token % PAGE)
@@ -112,28 +112,34 @@ class Worker:
 class RankedEngine:
     """All ranks of one engine, driven as the connector drives them."""
 
-    def __init__(self, daemon: Daemon, identity: NamespaceIdentity, count: int, form: str, save_queue: int = 8) -> None:
-        groups = [
-            GroupPages({f"model.layers.{i}.self_attn.attn": i for i in group.layers}, PAGE)
-            for group in identity.layout.groups
-        ]
+    def __init__(
+        self, daemon: Daemon, identity: NamespaceIdentity, count: int, form: str, save_queue: int = 8, stages: int = 1
+    ) -> None:
+        """`count` ranks in each of `stages` stages, which have the layers in equal shares."""
         self.identity, self.namespace = identity, Namespace(identity, label="ranks")
         self.pages = [int(page) for page in 1 + np.random.default_rng(count).permutation(TOKENS // PAGE + 2)]
         shape, token = FORMS[form]
         self.ranks: list[Worker] = []
-        for number in range(count):
-            rank = Rank(number, count)
-            heads = [
-                rank.holds(group_of(identity, layer).kv_heads) for group in groups for layer in group.layers.values()
-            ]
-            tensors = [torch.zeros(shape(len(self.pages) + 1, len(each)), dtype=torch.bfloat16) for each in heads]
+        every = sum(len(group.layers) for group in identity.layout.groups)
+        for stage, number in np.ndindex(stages, count):
+            rank = Rank(number, count, stage, stages)
+            mine = set(range(stage * every // stages, (stage + 1) * every // stages))
+            layers = [[i for i in group.layers if i in mine] for group in identity.layout.groups]
+            if stages > 1:  # then there is one KV cache group
+                layers = [sorted(mine)]
+            groups = tuple(GroupPages({f"model.layers.{i}.self_attn.attn": i for i in each}, PAGE) for each in layers)
+            heads = {layer: rank.holds(group_of(identity, layer).kv_heads) for layer in mine}
+            tensors = {
+                layer: torch.zeros(shape(len(self.pages) + 1, len(held)), dtype=torch.bfloat16)
+                for layer, held in heads.items()
+            }
             if form == "hnd":
-                tensors = [each.transpose(2, 3).contiguous().transpose(2, 3) for each in tensors]
+                tensors = {i: each.transpose(2, 3).contiguous().transpose(2, 3) for i, each in tensors.items()}
             client = Client(f"unix://{daemon.config.socket}", FAST)
-            engine = EngineIdentity(identity, tuple(groups), "ranks")
+            self.groups = len(groups)
+            engine = EngineIdentity(identity, groups, "ranks")
             side = WorkerSide(client, engine, rank, save_queue, tells_requests=True)
-            names = [name for group in groups for name in group.layers]
-            side.register(dict(zip(names, tensors, strict=True)), "plain")
+            side.register({name: tensors[i] for group in groups for name, i in group.layers.items()}, "plain")
             assert side.reason_off == ""
             self.ranks.append(Worker(side, tensors, heads, token))
 
@@ -144,7 +150,7 @@ class RankedEngine:
         return all(rank.holds(kv, self.pages, needed) for rank in self.ranks)
 
     def runs(self, tokens: int) -> tuple[PageRun, ...]:
-        return (page_run(self.pages, PAGE, 0, tokens),) * len(self.identity.layout.groups)
+        return (page_run(self.pages, PAGE, 0, tokens),) * self.groups
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -272,6 +278,42 @@ def test_layers_with_other_heads_and_windows(engine: Callable[..., RankedEngine]
     assert first.counts()[0] == BLOCKS
     for readers in (1, 2, 8):
         reader = engine(identity, readers, "bcthd")
+        assert reader.load(client, 1) == TOKENS
+        assert reader.loaded(kv)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_stages_of_a_pipeline(engine: Callable[..., RankedEngine], client: Client, ranks: int) -> None:
+    """Each has its layers of every block; what stages stored one process reads, and the other way round."""
+    identity = identity_of(2, f"stages {ranks}".encode().ljust(32, b"."))
+    kv = kv_of(identity, 1)
+    pipeline = engine(identity, ranks, "cbthd", stages=2)
+    pipeline.store(kv, 1)
+    assert pipeline.visible() == [7]
+    assert pipeline.counts() == (BLOCKS, BLOCKS * SIZE * LAYERS * 2 * 2 * DIM * 2, {})
+    alone = engine(identity, 1, "bcthd")
+    alone.store(kv, 2)
+    assert stored_bytes(client, identity, 1) == stored_bytes(client, identity, 2)
+    assert alone.load(client, 1) == TOKENS
+    assert alone.loaded(kv)
+    again = engine(identity, ranks, "hnd", stages=2)
+    assert again.load(client, 2) == TOKENS
+    assert again.loaded(kv)
+
+
+def test_stages_of_layers_of_two_kinds(engine: Callable[..., RankedEngine], client: Client) -> None:
+    """In one KV cache group: the second stage has no layer that sees everything, the first none with a window."""
+    kinds = (
+        LayerGroup(GroupKind.FULL, (0,), 4, DIM, DIM, "bfloat16"),
+        LayerGroup(GroupKind.SLIDING, (1,), 1, DIM, DIM, "bfloat16", WINDOW),
+    )
+    identity = NamespaceIdentity(weights=b"kinds".ljust(32, b"."), layout=Layout.of(*kinds), block_tokens=SIZE)
+    kv = kv_of(identity, 1)
+    pipeline = engine(identity, 2, "cbthd", stages=2)
+    pipeline.store(kv, 1)
+    assert pipeline.counts()[0] == BLOCKS
+    for readers, stages in ((1, 1), (1, 2)):
+        reader = engine(identity, readers, "cbthd", stages=stages)
         assert reader.load(client, 1) == TOKENS
         assert reader.loaded(kv)
 

@@ -1,12 +1,15 @@
 """vLLM's requests and steps as orders: what is saved when, from which pages, and whose pages must be let go."""
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from prefixcache.identity.keys import block_keys, root_key
+from prefixcache.identity.keys import KEY_BYTES, block_keys, root_key
 from prefixcache_vllm.options import Options
 from prefixcache_vllm.orders import PageRun
 from prefixcache_vllm.scheduler import SchedulerSide
@@ -209,6 +212,69 @@ def test_salt_images_and_epochs_change_the_keys(asker: FakeAsker) -> None:
     keys.add(asker.asked[-1].question.keys)
     assert len(keys) == 4
     assert side.book.get("a") is not None
+
+
+def test_images_separate_from_where_they_begin(asker: FakeAsker) -> None:
+    side = side_of(asker)
+
+    def keys_of(name: str, *images: tuple[str, int]) -> list[bytes]:
+        each = request(name, 5 * SIZE)
+        each.mm_features = [
+            SimpleNamespace(identifier=image, mm_position=SimpleNamespace(offset=offset)) for image, offset in images
+        ]
+        side.matched(each, 0)
+        keys = asker.asked[-1].question.keys
+        return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+    def shared(one: list[bytes], other: list[bytes]) -> int:
+        return next((at for at, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))
+
+    plain = keys_of("plain")
+    both = keys_of("both", ("cat", 70), ("dog", 200))
+    assert keys_of("again", ("dog", 200), ("cat", 70)) == both, "the same images in the same places"
+    assert shared(both, plain) == 1, "no text is an image"
+    assert shared(both, keys_of("bird", ("cat", 70), ("bird", 200))) == 3, "the first image is shared, the second not"
+    assert shared(both, keys_of("swapped", ("dog", 70), ("cat", 200))) == 1
+    assert shared(both, keys_of("moved", ("cat", 71), ("dog", 200))) == 1, "nor is an image in another place"
+
+
+def test_adapters_are_their_bytes_also_when_loaded_in_place(asker: FakeAsker, tmp_path: Path) -> None:
+    side = side_of(asker)
+
+    def asked(name: str, **more: Any) -> bytes:
+        each = request(name)
+        each.lora_request = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path=str(tmp_path), **more)
+        side.matched(each, 0)
+        return asker.asked[-1].question.keys
+
+    def write(value: float) -> None:
+        save_file({"a": torch.full((2, 2), value)}, tmp_path / "adapter_model.safetensors")
+        (tmp_path / "adapter_config.json").write_text("{}")
+
+    write(1.0)
+    before = asked("before")
+    assert asked("same") == before
+    write(2.0)
+    after = asked("after", load_inplace=True)
+    assert after != before
+    assert asked("later") == after, "and so it stays"
+
+
+def test_a_request_whose_every_token_must_be_computed_is_not_looked_up(asker: FakeAsker) -> None:
+    side, each = side_of(asker), request()
+    each.skip_reading_prefix_cache = True
+    side.arrived(each)
+    assert side.matched(each, 0) == (0, False)
+    side.placed(each, ([],), 0)
+    assert not asker.asked
+    assert not asker.hints
+    assert side.step(step({"r": 200}, {"r": (list(range(10, 17)),)})).saves, "what it computes is stored"
+
+
+def test_what_a_draft_model_lacks_is_counted(asker: FakeAsker) -> None:
+    side = SchedulerSide(dataclasses.replace(engine(), draft_layers=2), Options(), asker)
+    admit(side, asker, request(), list(range(10, 17)), found=2)
+    assert side.book.reasons == {"draft_model": 1}
 
 
 def test_an_arrival_is_hinted_at_without_a_lease(asker: FakeAsker) -> None:

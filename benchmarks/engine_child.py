@@ -207,9 +207,9 @@ class _Engine:
         core = self.engine.engine_core.engine_core
         original = core.post_step
 
-        def rest(*executed: bool) -> None:
-            original(*executed)
-            if not any(executed) and core.scheduler.has_requests():
+        def rest(*executed: bool, **named: bool) -> None:
+            original(*executed, **named)
+            if not any((*executed, *named.values())) and core.scheduler.has_requests():
                 time.sleep(_REST_S)
 
         core.post_step = rest

@@ -50,6 +50,13 @@ class DiskForgotten:
 
 
 @dataclass(slots=True)
+class DiskMeasured:
+    """What a short look said of the disk, before anything was read in earnest. Answer: nothing."""
+
+    read_bytes_per_s: float
+
+
+@dataclass(slots=True)
 class DiskChanged:
     """The disk works, or part of it does not, from now on. reason: why not, empty if all works. Answer: nothing."""
 

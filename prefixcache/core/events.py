@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from prefixcache.core.disk_events import DiskChanged as DiskChanged
 from prefixcache.core.disk_events import DiskForgotten as DiskForgotten
+from prefixcache.core.disk_events import DiskMeasured as DiskMeasured
 from prefixcache.core.disk_events import DiskRecovered as DiskRecovered
 from prefixcache.core.disk_events import FlushStarted as FlushStarted
 from prefixcache.core.disk_events import RecoveryDone as RecoveryDone
@@ -367,6 +368,7 @@ Event: TypeAlias = (
     | RecoveryDone
     | SegmentLost
     | DiskForgotten
+    | DiskMeasured
     | DiskChanged
     | FlushStarted
     | WorkResumed

@@ -41,6 +41,11 @@ class ReadMeter:
         self._anew = False  # what comes next says more than what is known
         self._measured = False
 
+    def believe(self, bytes_per_s: float) -> None:
+        """What a short look said, until something is read in earnest, which says more."""
+        if bytes_per_s > 0:
+            self.bytes_per_s, self._measured = bytes_per_s, False
+
     def wait_s(self) -> float:
         """Until something that is begun now begins to come."""
         return self.latency_s + self.pending_bytes / self.bytes_per_s

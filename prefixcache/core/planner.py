@@ -173,6 +173,7 @@ class Planner:
             events.RecoveryDone: lambda event, now, out: recoverer.finish(event, out),
             events.SegmentLost: lambda event, now, out: freer.lost(event),
             events.DiskForgotten: lambda event, now, out: self._disk_forgotten(),
+            events.DiskMeasured: lambda event, now, out: loader.meter.believe(event.read_bytes_per_s),
             events.DiskChanged: lambda event, now, out: self._disk_changed(event, out),
             events.FlushStarted: lambda event, now, out: demoter.flush(out),
             events.WorkResumed: lambda event, now, out: chores.resume(now, out),

@@ -168,6 +168,8 @@ class DiskStore:
         self._orders.clear_again()
         self._orders.pass_all()  # then nothing that was cleared is told
         self.namespaces_known()
+        self.report.probed_bytes_per_s = tier.probe_read()
+        self._orders.send(e.DiskMeasured(self.report.probed_bytes_per_s))
         self._orders.send(e.DiskChanged(reads_on=True, writes_on=True))
         for told in tier.recovery:
             if self._stopping.is_set():

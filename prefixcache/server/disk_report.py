@@ -22,6 +22,7 @@ class DiskReport:
         self.counted = Counters()
         """Of all directories that were open, one after the other."""
         self.replaced = 0
+        self.probed_bytes_per_s = 0.0
         self.recovery: RecoveryCounters | None = None
         self.recovery_began_s = 0.0  # since the daemon's start
         self.recovery_s = 0.0  # how long it took, once it is over
@@ -80,6 +81,7 @@ class DiskReport:
         for drop, count in stats.disk_drops.items():
             yield pb.Counter(name="disk_drops", label=str(drop), value=count)
         yield pb.Counter(name="disk_tombstones_failed", value=self.tombstones_failed)
+        yield pb.Counter(name="disk_probed_bytes_per_s", value=int(self.probed_bytes_per_s))
         yield pb.Counter(name="disk_directories_replaced", value=self.replaced)
         counted = self.counted
         amplification = int(counted.write_amplification * 1000)

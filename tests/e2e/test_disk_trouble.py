@@ -174,6 +174,35 @@ def test_a_slow_disk_never_makes_a_request_slower_than_computing(
     assert counted.get("slower_than_recompute", 0) == (0 if loads else 3 * BLOCKS * BLOCK_TOKENS)
 
 
+@pytest.mark.parametrize(("record_s", "loads"), [(2.4, False), (0.4, True)], ids=["slower", "faster"])
+def test_the_first_request_after_a_start_knows_how_fast_the_disk_is(
+    daemons: Daemons, faults: Path, record_s: float, *, loads: bool
+) -> None:
+    """Nothing was read in earnest before it. Computing a prompt takes 1.6 s; `record_s`: reading it."""
+    block_s = 0.1
+    daemon = daemons.start()
+    with Client(address(daemon), OPTIONS) as client:
+        for prompt in range(4):
+            store(client, prompt)
+            flush(daemon)
+    assert daemon.terminate() == 0
+    (faults / "record_s").write_text(str(record_s))
+    daemon = daemons.start("--disk-stall=60s")
+    with Client(address(daemon), OPTIONS) as client:
+        assert wait_until(lambda: counter(stats_of(daemon), "disk_recovery_us", "took") > 0)
+        measured = counter(stats_of(daemon), "disk_probed_bytes_per_s")
+        assert 0.5 < measured * record_s / (BLOCKS * BLOCK_BYTES) < 1.1
+        began = time.monotonic()
+        with client.acquire(namespace(client), tokens(1), recompute_s_per_token=block_s / BLOCK_TOKENS) as lease:
+            got = 0
+            if lease.blocks:
+                got = lease.blocks if lease.copy_to(Blocks(np.zeros((BLOCKS, BLOCK_BYTES), np.uint8))) else 0
+        cost_s = time.monotonic() - began + (BLOCKS - got) * block_s
+        assert bool(got) is loads
+        assert lease.reason == ("" if loads else "slower_than_recompute")
+    assert cost_s <= 1.05 * BLOCKS * block_s
+
+
 def test_another_format_version_is_refused(daemons: Daemons, tmp_path: Path) -> None:
     daemon = daemons.start()
     assert daemon.terminate() == 0

@@ -224,15 +224,14 @@ def crowd(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, int]
 
 
 def crowd_that_loads(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, int]:
-    """As `crowd`, with every load so slow that others are preempted before it ends; and how often that happened."""
+    """As `crowd`, with loads so slow that another request is preempted before one ends; and how often that happened."""
     worker, side = _worker(llm), _scheduler(llm)
     original, core = worker._client.copy_by_ticket, _core(llm)
     preempt = core.scheduler._preempt_request
     during: list[str] = []
 
     def slow(*arguments: Any) -> Any:
-        before = len(during)
-        wait_until(lambda: len(during) > before or not core.scheduler.running)
+        wait_until(lambda: bool(during) or not core.scheduler.running, 10.0)
         return original(*arguments)
 
     def seen(request: Any, *arguments: Any, **more: Any) -> None:

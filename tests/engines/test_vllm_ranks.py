@@ -1,5 +1,5 @@
-"""vLLM with two tensor-parallel ranks, or two stages of a pipeline, each a process on a core of its own: they load what
-one process stored, and the other way round; and one of them is killed in the middle.
+"""vLLM with two tensor-parallel ranks, each a process on a core of its own: they load what one rank stored, and the
+other way round; and one of them is killed in the middle.
 
 Everything is computed in float32: two ranks add up in another order than one, which in bfloat16 tips tokens over.
 """
@@ -42,17 +42,6 @@ def pair(
     """Two ranks."""
     log = tmp_path_factory.mktemp("pair") / "log"
     with Engine(checkpoints("llama"), f"unix://{shared_daemon.socket}", log=log, **PAIR) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def pipeline(
-    shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    """Two stages of one rank each."""
-    log = tmp_path_factory.mktemp("pipeline") / "log"
-    stages = {**PAIR, "tensor_parallel_size": 1, "pipeline_parallel_size": 2}
-    with Engine(checkpoints("llama"), f"unix://{shared_daemon.socket}", log=log, **stages) as engine:
         yield engine
 
 
@@ -107,21 +96,6 @@ def test_generated_tokens_are_stored_by_ranks_too(alone: Engine, pair: Engine) -
     loaded = alone.one(turn)
     assert loaded.cached == 384
     assert loaded.tokens == alone.one(turn, cache_salt="cold").tokens
-
-
-def test_stages_of_a_pipeline_store_and_load(alone: Engine, pipeline: Engine) -> None:
-    """Nothing is added up over stages, so all bytes are the same."""
-    asked = prompt(8, 700)
-    computed = pipeline.one(asked)
-    pipeline.call("settle_ranks")
-    loaded = alone.one(asked)
-    assert (computed.cached, loaded.cached) == (0, 640)
-    assert loaded.tokens == computed.tokens
-    alone.one(asked, cache_salt="one")
-    alone.call("settle")
-    assert np.array_equal(blocks_of(alone, asked, "one")[:10], blocks_of(alone, asked)[:10])
-    again = pipeline.one(asked)
-    assert (again.cached, again.tokens) == (640, computed.tokens)
 
 
 def test_nothing_is_left_behind(alone: Engine, pair: Engine, shared_daemon: DaemonProcess) -> None:

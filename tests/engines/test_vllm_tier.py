@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ CHUNK_BYTES, CHUNKS = 49152, 21  # 32 tokens of the tiny Llama; room for one pro
 LONG, OTHER, HUGE = prompt(1, 700), prompt(2, 700), prompt(3, 3000)
 WHOLE = 672
 LATEST_S = 1.0
+VERSION = tuple(int(part) for part in version(packages_distributions()["vllm"][0]).split(".")[:2])
+pytestmark = pytest.mark.skipif(VERSION < (0, 32), reason="the worker of cpu_offload is one for vLLM 0.32's offload")
 
 
 def documented_tier(address: str, **settings: Any) -> dict[str, Any]:

@@ -102,7 +102,8 @@ def _chunk_tokens(spec: Any) -> int:
 def _form(engine: Engine, model: EngineIdentity, spec: Any) -> dict[str, Value]:
     config = spec.config
     groups: list[Value] = [
-        [list(group.layer_names), int(group.tokens_per_block), int(group.group_id)] for group in config.groups
+        [list(group.layer_names), int(group.tokens_per_block), int(getattr(group, "group_id", place))]
+        for place, group in enumerate(config.groups)
     ]
     return {
         "model": model.identity.fingerprint(),
@@ -110,10 +111,10 @@ def _form(engine: Engine, model: EngineIdentity, spec: Any) -> dict[str, Value]:
         "blocks_per_chunk": int(config.cache.blocks_per_chunk),
         "tokens_per_hash": int(config.cache.tokens_per_hash),
         "dtype": str(config.model.dtype),
-        "kv_layout": str(config.kv_cache_layout or ""),
+        "kv_layout": str(getattr(config, "kv_cache_layout", None) or ""),
         "parallel": [int(getattr(config.parallel, name)) for name in _PARALLEL],
         "replicated": bool(config.replicated_layout),
-        "canonical": bool(config.canonical_layout),
+        "canonical": bool(getattr(config, "canonical_layout", False)),
         "hash": str(engine.vllm_config.cache_config.prefix_caching_hash_algo),
         "build": list(engine.build),
     }

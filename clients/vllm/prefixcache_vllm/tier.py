@@ -1,14 +1,16 @@
 """`PrefixCacheTier`: a secondary tier of vLLM's own CPU offload, so that what leaves it is kept by the host's daemon.
 
-What vLLM calls, in its scheduler's process; nothing is decided here (see spilling and chunks). The tier's interface is
-vLLM's since 0.30; import this module only where it is there.
+What vLLM calls, in its scheduler's process; nothing is decided here (see spilling and chunks). Tiers from other
+packages are there since vLLM 0.29; what versions do differently is found by looking.
 """
 
+import dataclasses
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -42,7 +44,8 @@ class PrefixCacheTier(SecondaryTierManager):  # type: ignore[misc] # no vLLM whe
         **settings: Any,
     ) -> None:
         """Raises ValueError for settings that mean nothing. A daemon need not be there."""
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        detector = () if backpressure_detector is None else (backpressure_detector,)  # old versions have none
+        super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)
         options = tier_options(settings)
         self._spill: Spill | None = None
         self._chained: frozenset[int] = frozenset()
@@ -79,7 +82,7 @@ class PrefixCacheTier(SecondaryTierManager):  # type: ignore[misc] # no vLLM whe
         if self._spill is None:
             self._refused.append(job_metadata.job_id)
             return
-        self._spill.load(job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids.astype(np.int64))
+        self._spill.load(job_metadata.job_id, list(job_metadata.keys), _rows(job_metadata))
 
     def submit_store(self, job_metadata: Any) -> None:
         """See the base class."""
@@ -87,7 +90,7 @@ class PrefixCacheTier(SecondaryTierManager):  # type: ignore[misc] # no vLLM whe
             self._refused.append(job_metadata.job_id)
             return
         position = getattr(job_metadata.req_context, "get_offload_key_position", lambda _: None)
-        keys, rows, parents = in_prefix_order(list(job_metadata.keys), job_metadata.chunk_ids, position, self._chained)
+        keys, rows, parents = in_prefix_order(list(job_metadata.keys), _rows(job_metadata), position, self._chained)
         self._spill.store(job_metadata.job_id, keys, rows, parents)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -137,15 +140,21 @@ class PrefixCacheTier(SecondaryTierManager):  # type: ignore[misc] # no vLLM whe
         return stats
 
 
+def _rows(job: Any) -> npt.NDArray[np.int64]:
+    """Where the job's chunks are in vLLM's buffer, one row for each key."""
+    rows = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
+    return np.asarray(rows, dtype=np.int64)
+
+
 def _result(outcome: Outcome) -> JobResult:
-    done: Collection[bytes] | None = tuple(outcome.done) or None
-    return JobResult(
-        job_id=outcome.job.number,
-        success=outcome.ok,
-        successful_keys=None if outcome.ok else done,
-        transfer_time=outcome.seconds,
-        transfer_bytes=outcome.size_bytes,
-    )
+    told = {
+        "successful_keys": None if outcome.ok else tuple(outcome.done) or None,
+        "transfer_time": outcome.seconds,
+        "transfer_bytes": outcome.size_bytes,
+    }
+    known = {field.name for field in dataclasses.fields(JobResult)}
+    more = {name: value for name, value in told.items() if name in known}
+    return JobResult(job_id=outcome.job.number, success=outcome.ok, **more)
 
 
 def _build() -> tuple[str, ...]:

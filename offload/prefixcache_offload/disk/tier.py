@@ -21,6 +21,7 @@ from prefixcache_offload.disk.namespaces import NamespaceBook
 from prefixcache_offload.disk.options import DiskOptions
 from prefixcache_offload.disk.outcomes import DiskRefused, Outcome, Refusal, Trouble
 from prefixcache_offload.disk.packing import CodecReport, Packer
+from prefixcache_offload.disk.probing import probe_read
 from prefixcache_offload.disk.queued import WriteJob
 from prefixcache_offload.disk.reader import Reader, ReadJob
 from prefixcache_offload.disk.records import KEY_BYTES, Bytes, Codec, Entries, Kind, stored_bytes
@@ -227,6 +228,13 @@ class DiskTier:
                 all(thread.is_alive() for thread in self._threads),
                 self._writer.packer.report(),
             )
+
+    def probe_read(self) -> float:
+        """Bytes per second that the disk reads, by a short look; 0.0 where that cannot be seen. Waits for the disk."""
+        try:
+            return probe_read(self._shared)
+        except OSError:
+            return 0.0  # health is told by those who read in earnest
 
     @property
     def replaced(self) -> bool:

@@ -70,3 +70,16 @@ def test_filling_is_the_most_of_this_second_and_the_last() -> None:
     assert meter.per_s(160, 1.9) == 150
     assert meter.per_s(160, 2.0) == 10
     assert meter.per_s(160, 3.0) == 0
+
+
+def test_a_short_look_is_believed_until_something_is_read() -> None:
+    meter = ReadMeter(1e9, 0.0)
+    meter.believe(0.0)
+    assert meter.bytes_per_s == 1e9  # nothing could be seen
+    meter.believe(50e6)
+    assert meter.bytes_per_s == 50e6
+    meter.begin(10_000_000, 0.0)
+    meter.end(10_000_000, 0.1, fine=True)
+    assert meter.bytes_per_s == pytest.approx(100e6)
+    meter.believe(20e6)  # another directory
+    assert meter.bytes_per_s == 20e6

@@ -25,6 +25,16 @@ class LookupResult(enum.Enum):
 
 
 @dataclass
+class OldJobResult:
+    """As that of 0.29."""
+
+    job_id: int
+    success: bool
+    successful_keys: Any = None
+    transfer_time: float | None = None
+
+
+@dataclass
 class JobResult:
     """As vLLM's."""
 
@@ -40,6 +50,11 @@ class _Tier:
         self.tier_type = tier_type
 
 
+class _OldTier:
+    def __init__(self, spec: Any, view: memoryview, tier_type: str) -> None:
+        self.tier_type = tier_type
+
+
 class _Stats:
     def __init__(self) -> None:
         self.counters: Counter[tuple[str, tuple[str, ...]]] = Counter()
@@ -48,7 +63,7 @@ class _Stats:
         self.counters[name, labelvalues] += value
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
+def install(monkeypatch: pytest.MonkeyPatch, *, new: bool = True) -> None:
     """Put the modules in place of vLLM's, and have ours imported anew."""
     from types import ModuleType
 
@@ -58,7 +73,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         OffloadingCounterMetadata=SimpleNamespace,
         RequestOffloadingContext=SimpleNamespace,
     )
-    tiering = _module(f"{_OFFLOAD}.tiering.base", JobResult=JobResult, SecondaryTierManager=_Tier)
+    tiering = _module(
+        f"{_OFFLOAD}.tiering.base",
+        JobResult=JobResult if new else OldJobResult,
+        SecondaryTierManager=_Tier if new else _OldTier,
+    )
     platform = SimpleNamespace(is_cpu=lambda: True, get_device_name=lambda: "cpu")
     modules = {
         name: ModuleType(name) for path in (_OFFLOAD, f"{_OFFLOAD}.tiering", _METRICS) for name in _parents(path)

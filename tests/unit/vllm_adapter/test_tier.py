@@ -28,8 +28,9 @@ def context(request: str = "r") -> Any:
     return SimpleNamespace(req_id=request, get_offload_key_position=lambda each: 32 * int(each[:32]))
 
 
-def job(number: int, keys: list[bytes], chunks: list[int]) -> Any:
-    return SimpleNamespace(job_id=number, keys=keys, chunk_ids=np.array(chunks, np.int32), req_context=context())
+def job(number: int, keys: list[bytes], chunks: list[int], rows_name: str = "chunk_ids") -> Any:
+    rows = {rows_name: np.array(chunks, np.int32)}
+    return SimpleNamespace(job_id=number, keys=keys, req_context=context(), **rows)
 
 
 @pytest.fixture
@@ -41,9 +42,12 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, folder: Path, daemon: DaemonProcess) -> Iterator[MakeTier]:
-    """Makes tiers as vLLM does; `changes`: of its config. They are shut down at the end."""
-    stub_offload.install(monkeypatch)
+def make(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, folder: Path, daemon: DaemonProcess
+) -> Iterator[MakeTier]:
+    """Makes tiers as vLLM does; `changes`: of its config. They are shut down at the end. Parameter: a new vLLM?"""
+    new = getattr(request, "param", True)
+    stub_offload.install(monkeypatch, new=new)
     from prefixcache_vllm.tier import PrefixCacheTier
 
     made = []
@@ -51,7 +55,8 @@ def make(monkeypatch: pytest.MonkeyPatch, folder: Path, daemon: DaemonProcess) -
     def connector(vllm_config: Any, kv_cache_config: Any, view: memoryview, **settings: Any) -> Any:
         return PrefixCacheTier(
             offloading_spec=offloading_spec(), primary_kv_view=view, tier_type="PrefixCacheTier",
-            backpressure_detector=None, **{"prefixcache.address": f"unix://{daemon.socket}"} | settings,
+            **{"backpressure_detector": None} if new else {},
+            **{"prefixcache.address": f"unix://{daemon.socket}"} | settings,
         )  # fmt: skip
 
     def make_one(rows: Any, settings: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -106,6 +111,17 @@ def test_spilled_by_one_engine_and_promoted_by_another(make: MakeTier) -> None:
     assert (result.success, result.successful_keys) == (False, (key(1),))
     second.on_request_finished(context())
     assert len(second._spill.lookups) == 0
+
+
+@pytest.mark.parametrize("make", [False], indirect=True)
+def test_a_vllm_that_calls_things_by_other_names(make: MakeTier) -> None:
+    source = rows_of(1)
+    tier = make(source)
+    tier.submit_store(job(1, [key(1), key(2)], [7, 0], "block_ids"))
+    assert ended(tier, 1).success
+    tier.submit_load(job(2, [key(2)], [5], "block_ids"))
+    assert ended(tier, 2).success
+    assert np.array_equal(source[5], rows_of(1)[0])
 
 
 def test_changed_weights_find_nothing(make: MakeTier) -> None:

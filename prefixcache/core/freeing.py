@@ -109,12 +109,13 @@ class Freer:
                 self._comparing = _Comparing(segment, NodesOf(self.state.disk, segment))
                 return
         self._unknown = None
-        if not known:  # others are the oldest now
+        numbers = [each.number for each in oldest if each.number in known]
+        if not numbers:  # others are the oldest now
             return
-        best = min(known, key=lambda number: known[number][0])
+        best = min(numbers, key=lambda number: known[number][0])  # of equal ones the oldest
         mercy = known[best][0] <= _MOST_KEPT * self.spec.segment_bytes
         if not mercy:
-            best = min(known, key=lambda number: known[number][1])
+            best = min(numbers, key=lambda number: known[number][1])
         segment = self.state.disk.segments[best]
         segment.frozen = True
         self._emptying = _Emptying(segment, NodesOf(self.state.disk, segment), mercy=mercy)

@@ -22,7 +22,7 @@ from prefixcache.core.ids import HOST_POOL
 from prefixcache.core.leases import known_digest
 from prefixcache.core.planner import Planner
 from prefixcache.core.spec import Limits, PlannerConfig, PoolSpec
-from prefixcache.server import http, logs, signals, units, wiring
+from prefixcache.server import http, logs, scheduling, signals, units, wiring
 from prefixcache.server.admin_calls import AdminCalls, drain
 from prefixcache.server.config import DEFAULT_HTTP, Config, ConfigError, Loaded
 from prefixcache.server.disk import DiskStore, flush
@@ -310,6 +310,7 @@ def run(loaded: Loaded, ready_fd: int | None = None, on_ready: Callable[[Daemon]
     config = loaded.config
     logs.setup(config.log_format, config.log_level)
     _raise_file_limit()
+    scheduling.take_short_turns()  # before there are threads: they inherit it
     daemon = Daemon(loaded)
     threading.excepthook = daemon.part_died
 

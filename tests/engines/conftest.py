@@ -15,10 +15,11 @@ from tests.engines.vllm_engine import Engine
 OLDEST = "PREFIXCACHE_OLDEST_VLLM"
 """Names a folder with the oldest supported vLLM; `make test-engines-all` sets it."""
 
+collect_ignore = ["test_sglang.py"] if find_spec("sglang") is None else []
 if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 elif OLDEST not in os.environ:
-    collect_ignore = ["test_vllm_oldest.py"]
+    collect_ignore.append("test_vllm_oldest.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -59,6 +60,10 @@ def prepare() -> None:
     for module in (transformers.utils, transformers.utils.import_utils):
         setattr(module, "is_torchvision_available", lambda: False)  # noqa: B010 # a function of theirs, replaced
     sys.meta_path.insert(0, _Finder())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it says about devices that are not here
+        import sglang.srt.managers.cache_controller
+        import sglang.srt.managers.scheduler_components.weight_updater  # noqa: F401
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ def mha_pool(layout: str, shape: Shape = Shape(), drafts: int = 0, head_groups: 
     prepare()
     from sglang.srt.mem_cache.pool_host.mha import get_mha_host_pool_cls
 
-    device = _mha_device(shape)
+    device = mha_device(shape)
     info = device.get_device_pool_infos()[0].buffer_info
     draft = Shape(1, shape.heads, shape.dim, shape.page, shape.pages, v_dim=shape.v_dim, dtype=shape.dtype)
     groups = {"head_group_num": head_groups} if head_groups > 1 else {}
@@ -94,12 +99,13 @@ def mha_pool(layout: str, shape: Shape = Shape(), drafts: int = 0, head_groups: 
         device_capacity_tokens=shape.page * shape.pages,
         start_layer=shape.first_layer,
         end_layer=shape.first_layer + shape.layers,
-        draft_buffer_infos=tuple(_mha_device(draft).get_device_pool_infos()[0].buffer_info for _ in range(drafts)),
+        draft_buffer_infos=tuple(mha_device(draft).get_device_pool_infos()[0].buffer_info for _ in range(drafts)),
         **groups,
     )
 
 
-def _mha_device(shape: Shape) -> Any:
+def mha_device(shape: Shape) -> Any:
+    """SGLang's device pool, in host memory."""
     import torch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
@@ -200,3 +206,45 @@ def indices(pool: Any, pages: Sequence[int]) -> Any:
 
     size = pool.page_size
     return torch.cat([torch.arange(page * size, (page + 1) * size) for page in pages])
+
+
+def page_of(pool: Any, number: int) -> bytes:
+    """The bytes of one page as [K or V, layer, token, head, value], by SGLang's own description of its layouts."""
+    buffer, size, layout = pool.kv_buffer, pool.page_size, pool.layout
+    tokens = slice(number * size, number * size + size)
+    if isinstance(buffer, tuple):
+        return b"".join(
+            raw(each[tokens].transpose(0, 1) if layout == "page_first" else each[number]) for each in buffer
+        )
+    if not hasattr(pool, "v_head_dim"):
+        return raw({
+            "layer_first": lambda: buffer[:, tokens],
+            "page_first": lambda: buffer[tokens].transpose(0, 1),
+        }.get(layout, lambda: buffer[number])())  # fmt: skip
+    views = {
+        "layer_first": lambda: buffer[:, :, tokens],
+        "page_first": lambda: buffer[:, tokens].permute(0, 2, 1, 3, 4),
+        "page_first_direct": lambda: buffer[:, number],
+        "page_head": lambda: buffer[:, number].permute(0, 3, 2, 1, 4),
+        "page_unified": lambda: buffer[number].permute(2, 1, 3, 0, 4, 5),
+    }
+    return raw(views[layout]())
+
+
+def raw(tensor: Any) -> bytes:
+    """The bytes of a tensor in its logical order."""
+    import torch
+
+    return bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def keys(count: int, name: str = "") -> list[str]:
+    """Page hashes as SGLang makes them: a chain over tokens."""
+    prepare()
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    made, before = [], None
+    for number in range(count):
+        before = get_hash_str([number, *name.encode()], before)
+        made.append(str(before))
+    return made

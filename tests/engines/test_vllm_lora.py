@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from tests.e2e.processes import DaemonProcess
 from tests.engines import models
@@ -32,12 +31,7 @@ def test_adapters_separate(shared_daemon: DaemonProcess, checkpoints: Checkpoint
             assert (loaded.cached, loaded.tokens) == (640, said[adapter])
         loaded = _ask(engine, copy)
         assert (loaded.cached, loaded.tokens) == (640, said[one]), "an adapter is its bytes, not its name"
-        shutil.rmtree(one)
-        models.make_lora(Path(one), 3)
-        changed = _ask(engine, one, load_inplace=True)
-        assert changed.cached == 0
-        assert changed.tokens != said[one]
 
 
-def _ask(engine: Engine, adapter: str | None, **more: Any) -> Output:
-    return engine.one(LONG, lora=None if adapter is None else {"lora_path": adapter, **more})
+def _ask(engine: Engine, adapter: str | None) -> Output:
+    return engine.one(LONG, lora=None if adapter is None else {"lora_path": adapter})

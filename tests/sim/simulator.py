@@ -88,6 +88,7 @@ from tests.sim.story import tell
 from tests.sim.workers import Prompt, Reading, Worker, Writing
 
 MOST_WORK = 20_000  # steps of what works on by itself; seeds take about a hundred at most
+MOST_TURNS = 1_000  # of the planner's in a row, with nothing between them
 
 
 class Simulator:
@@ -216,15 +217,21 @@ class Simulator:
 
     def settle(self) -> None:
         """What is under way ends, and what is begun because it ended."""
+        turns = 0
         for _ in range(MOST_WORK):
             if self.disk is not None and (self.disk.jobs or self.disk.ordered or self.disk.told_late):
                 self.disk_works()
             elif self.executor.jobs:
                 self.executes()
             elif self.has_more:
+                turns += 1
+                if turns > MOST_TURNS:
+                    break
                 self.resume()
+                continue
             else:
                 return
+            turns = 0
         raise SimError("work never ends")
 
     # -- one step ------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from prefixcache.core import acquiring, arriving, demoting, fates, landing, patching, radix
 from prefixcache.core.chores import Chores
 from prefixcache.core.clearing import Clearing
-from prefixcache.core.commands import Command, MoreToDo, SetGenerations
+from prefixcache.core.commands import Command, SetGenerations
 from prefixcache.core.demoting import Demoter
 from prefixcache.core.disk import Disk
 from prefixcache.core.events import ReadEnd, RecordsRead, RecordsWritten
@@ -107,7 +107,13 @@ def left_for_later_and_not_told(patch: Patch) -> None:
 
 
 def asked_for_a_turn_again_and_again(patch: Patch) -> None:
-    patch.setattr(Chores, "tell", lambda self, out: out.append(MoreToDo()) if self.is_due else None)
+    right = Chores.tell
+
+    def wrong(self: Chores, out: list[Command]) -> None:
+        self.is_told = False
+        right(self, out)
+
+    patch.setattr(Chores, "tell", wrong)
 
 
 def cleared_blocks_without_tombstone(patch: Patch) -> None:
@@ -289,7 +295,7 @@ def keys_stored_again_mixed_up_with_new_ones(patch: Patch) -> None:
 
 
 def a_replaced_directory_believed(patch: Patch) -> None:
-    patch.setattr(Freer, "lose_all", lambda self, out: None)
+    patch.setattr(Freer, "lose_all", lambda self: None)
 
 
 def a_replaced_directory_not_told(patch: Patch) -> None:

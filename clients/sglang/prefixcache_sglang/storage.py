@@ -28,11 +28,12 @@ from prefixcache_sglang.forms import CanonicalForm, FlatForm, Form, flat_form, f
 from prefixcache_sglang.metrics import storage_metrics
 from prefixcache_sglang.options import read_options
 from prefixcache_sglang.pages import Places
-from prefixcache_sglang.shelf import Shelf
+from prefixcache_sglang.shelf import ENGINE_ERRORS, Shelf
 
 log = logging.getLogger("prefixcache_sglang")
 
 KV: Final = "kv"
+POOL_UNKNOWN: Final = "pool_unknown"
 POOL_UNREGISTERED: Final = "pool_unregistered"
 NOT_THE_WRITER: Final = "not_the_writer"
 _DRAFT: Final = "draft"
@@ -106,6 +107,10 @@ class PrefixCacheStorage(base.HiCacheStorage):  # type: ignore[misc] # no SGLang
             self._off[name] = error.reason
             log.warning("the pool %s is not cached: %s", name, error)
             return
+        except ENGINE_ERRORS as error:
+            self._off[name] = POOL_UNKNOWN
+            log.warning("the pool %s is not cached: %s: %s", name, type(error).__name__, error)
+            return
         self._off.pop(name, None)
         self._shelves[name] = shelf
         if name == KV:
@@ -119,7 +124,8 @@ class PrefixCacheStorage(base.HiCacheStorage):  # type: ignore[misc] # no SGLang
         detail: dict[str, Value] = {"pool": name, **form.detail}
         if each and cut:
             detail["heads"] = each * form.pieces * int(self._config.tp_size)
-        drafts = int(getattr(pool, "layer_num", 0)) - int(getattr(pool, "target_layer_num", pool.layer_num))
+        layers = int(getattr(pool, "layer_num", 0))
+        drafts = layers - int(getattr(pool, "target_layer_num", layers))
         if drafts or name.startswith(_DRAFT):
             detail |= {"draft": facts.draft_digest(), "draft_layers": drafts}
         namespace = self._namespace(name, form, facts, detail)

@@ -190,7 +190,7 @@ class RunsPool:
     """A host pool of bytes that mean nothing here: two buffers, a run of each a page."""
 
     def __init__(self, sizes: Sequence[int] = (48, 20), pages: int = 16, layout: str = "page_first") -> None:
-        self.layout, self.dtype, self.page_size, self.page_num, self.layer_num = layout, torch.uint8, 1, pages, 2
+        self.layout, self.dtype, self.page_size, self.page_num = layout, torch.uint8, 1, pages
         self.size_per_token = sum(sizes)
         self.parts = [torch.zeros(pages, size, dtype=torch.uint8) for size in sizes]
         self.kv_buffer = self.parts

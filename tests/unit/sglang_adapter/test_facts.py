@@ -70,6 +70,9 @@ def test_settings_have_one_form(folder: Path) -> None:
     before = said(quantization_param_path=str(scales))
     scales.write_text("2")
     assert said(quantization_param_path=str(scales)) != before
+    plain = said()
+    (folder / "config.json").write_text('{"rope_theta": 5.0}')
+    assert said() != plain, "what the checkpoint's config says is part of it"
 
 
 def test_a_folder_is_itself(folder: Path) -> None:

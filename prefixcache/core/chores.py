@@ -35,16 +35,9 @@ class Chores:
     def resume(self, now: float, out: list[Command]) -> None:
         """One step."""
         self.is_told = False
-        freeing = len(self._freer.freeing)
         if not self._freer.work(out):
             self._refills = self._refills and self._demoter.refill(now, out)
             self.is_due = self._refills
-        elif len(self._freer.freeing) > freeing:
-            # A segment is being given back, and blocks in memory have lost their records. The write that was due is
-            # begun, and nothing more before something else happens: a small disk would be kept busy for ever.
-            if self._refills:
-                self._demoter.refill(now, out)
-            self.is_due = self._refills = False
 
     def tell(self, out: list[Command]) -> None:
         """Behind everything else that an event answers."""

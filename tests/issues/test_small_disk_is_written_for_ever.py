@@ -32,7 +32,7 @@ def test_what_is_written_ahead_of_need_ends_when_nothing_is_asked_for() -> None:
     harness.store("abcdefghijklmnop")  # memory is full: the reserve has to be clean
     harness.pass_time(1.0)
     assert harness.end_writes() >= RESERVE
-    assert written_while_idle(harness) <= 2 * RESERVE
+    assert written_while_idle(harness) < (ROUNDS - 5) * RESERVE
     assert written_while_idle(harness) == 0
     harness.store("xy")  # takes memory
     harness.pass_time(1.0)

@@ -350,6 +350,7 @@ RARE = (cleared_blocks_without_tombstone, cleared_blocks_found_again, unknown_ke
 
 # What each of these breaks is seen by seeds of one flavour only.
 FLAVOURS_OF: dict[Callable[[Patch], None], tuple[str, ...]] = {
+    moved_records_read_where_they_were: ("disk",),
     cleared_blocks_without_tombstone: ("disk_restarts",),
     cleared_blocks_found_again: ("disk_restarts",),
     orphans_served: ("disk_restarts",),

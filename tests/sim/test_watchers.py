@@ -20,7 +20,7 @@ from tests.sim.watched import WatchedSimulator
 
 Patch = pytest.MonkeyPatch
 SEEDS = 200
-PLANTED_SEEDS = 150
+PLANTED_SEEDS = 1000
 
 
 def test_what_a_watcher_knows_is_what_is_held() -> None:

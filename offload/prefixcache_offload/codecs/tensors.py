@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _PIECE: Final = 1 << 19
 """Numbers decoded at a time: larger costs cache, smaller costs calls."""
+_SHARE: Final = 1 << 21
+"""Numbers that one thread takes at a time."""
 _MOST_THREADS: Final = 4
 _ROW: Final = 512
 """Numbers of an inner loop, at least, where all tokens of a channel share a scale."""
@@ -135,9 +137,35 @@ def _quantise(wide: "torch.Tensor", rule: Rule, limit: float) -> "tuple[torch.Te
 
 def decode(form: Format, shape: PartShape, planes: "Sequence[Plane]") -> None:
     """Decode every plane to its target. Any bytes decode to some numbers."""
-    pieces = [piece for plane in planes for piece in _cut(plane)]
-    host = all(piece.target.device.type == "cpu" for piece in pieces)
-    _run([functools.partial(_decode_piece, form, shape, piece) for piece in pieces], host=host)
+    host = all(plane.target.device.type == "cpu" for plane in planes)
+    shares = [share for plane in planes for share in _shares(plane)]
+    _run([functools.partial(_decode_share, form, shape, share) for share in shares], host=host)
+
+
+def _shares(plane: Plane) -> "list[Plane]":
+    """A plane as work for one thread each: some blocks, whose scales are many small tensors and looked at together."""
+    blocks = len(plane.target)
+    if plane.target.device.type != "cpu" or not blocks:
+        return [plane]
+    step = max(1, _SHARE // max(plane.target[0].numel(), 1))
+    parts = zip(plane.layers.split(step), plane.target.split(step), strict=True)
+    return [plane._replace(layers=layers, target=target) for layers, target in parts]
+
+
+def _decode_share(form: Format, shape: PartShape, plane: Plane) -> None:
+    for piece in _cut(_coded(form, shape, plane)):
+        _decode_piece(piece)
+
+
+class _Coded(NamedTuple):
+    """codes: [n, head, layer, token, width]. scale and origin, if any: float32 [n, head, layer, token, 1], or where all
+    tokens share them [n, head, layer, 1, dim times some tokens]. target: as of `Plane`."""
+
+    bits: int
+    codes: "torch.Tensor"
+    scale: "torch.Tensor"
+    origin: "torch.Tensor | None"
+    target: "torch.Tensor"
 
 
 def _run(work: Sequence[Callable[[], None]], *, host: bool) -> None:
@@ -162,54 +190,44 @@ def _work_off(work: Sequence[Callable[[], None]], numbers: "Iterator[int]") -> N
             work[number]()
 
 
-def _cut(plane: Plane) -> "list[Plane]":
-    """A plane in pieces of whole blocks, or of some heads of one; a device takes it as it is."""
-    target = plane.target
-    blocks, heads = target.shape[:2]
+def _cut(whole: _Coded) -> "list[_Coded]":
+    """In pieces of whole blocks, or of some heads of one; a device takes it as it is."""
+    target = whole.target
+    heads = target.shape[1]
     if target.device.type != "cpu":
-        return [plane]
+        return [whole]
     each = max(target[0].numel(), 1)
     if each <= _PIECE:
-        step = max(1, _PIECE // each)
-        ranges = [(slice(first, first + step), slice(None)) for first in range(0, blocks, step)]
-    else:
-        step = max(1, _PIECE * heads // each)
-        ranges = [
-            (slice(block, block + 1), slice(first, first + step))
-            for block in range(blocks)
-            for first in range(0, heads, step)
-        ]
-    return [plane._replace(layers=plane.layers[some], target=target[some]) for some in ranges]
+        return _split(whole, max(1, _PIECE // each), 0)
+    step = max(1, _PIECE * heads // each)
+    return [piece for block in _split(whole, 1, 0) for piece in _split(block, step, 1)]
 
 
-def _decode_piece(form: Format, shape: PartShape, plane: Plane) -> None:
+def _split(whole: _Coded, step: int, axis: int) -> "list[_Coded]":
+    bits, codes, scale, origin, target = whole
+    count = -(-target.shape[axis] // step)
+    origins = [None] * count if origin is None else origin.split(step, axis)
+    parts = zip(codes.split(step, axis), scale.split(step, axis), origins, target.split(step, axis), strict=True)
+    return [_Coded(bits, *part) for part in parts]
+
+
+def _decode_piece(piece: _Coded) -> None:
     import torch
 
-    rule, target = form.rule(plane.component), plane.target
-    codes, scale, origin = _parts(form, shape, plane)
+    bits, codes, scale, origin, target = piece
     wide = _scratch(target)
-    if form.bits == 4:
+    if bits == 4:
         half = target.shape[-1] // 2
         wide[..., :half].copy_(codes & 15)
         wide[..., half:].copy_(codes >> 4)
     else:
         wide.copy_(codes)
-    tokens, dim = target.shape[-2:]
-    if rule.by_channel:
-        tile = 1
-        while tile * dim < _ROW and tokens % (2 * tile) == 0:
-            tile *= 2
-        wide = wide.view(*target.shape[:-2], tokens // tile, tile * dim)
-        scale = scale.repeat(1, 1, 1, tile).unsqueeze(-2)
-        origin = None if origin is None else origin.repeat(1, 1, 1, tile).unsqueeze(-2)
-    else:
-        scale = scale.unsqueeze(-1)
-        origin = None if origin is None else origin.unsqueeze(-1)
+    rows = wide.view(*target.shape[:3], -1, scale.shape[-1]) if scale.shape[-1] > 1 else wide
     if origin is None:
-        wide.mul_(scale)
+        rows.mul_(scale)
     else:
-        torch.addcmul(origin, wide, scale, out=wide)
-    target.copy_(wide.view(target.shape))
+        torch.addcmul(origin, rows, scale, out=rows)
+    target.copy_(wide)
 
 
 def _scratch(like: "torch.Tensor") -> "torch.Tensor":
@@ -225,23 +243,28 @@ def _scratch(like: "torch.Tensor") -> "torch.Tensor":
     return made
 
 
-def _parts(form: Format, shape: PartShape, plane: Plane) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]":
-    """(codes [n, head, layer, token, width], scale, origin [n, head, layer, groups] float32) of a plane's tokens."""
+def _coded(form: Format, shape: PartShape, plane: Plane) -> _Coded:
+    """A plane's tokens and what they are multiplied by, for all of its blocks at once."""
     import torch
 
-    place, rule = form.place(shape, plane.component), form.rule(plane.component)
-    tokens = slice(plane.first_token, plane.first_token + plane.target.shape[-2])
+    place, rule, target = form.place(shape, plane.component), form.rule(plane.component), plane.target
+    tokens = slice(plane.first_token, plane.first_token + target.shape[-2])
     width = shape.dim(plane.component) * form.bits // 8
     codes = plane.layers[..., place.codes : place.codes + shape.tokens * width].unflatten(-1, (shape.tokens, width))
     codes = codes[..., tokens, :]
     if rule.signed:
         codes = codes.view(torch.int8)
+    # Rows of several tokens: an inner loop over one head's channels is too short.
+    repeat = 1
+    while repeat * target.shape[-1] < _ROW and target.shape[-2] % (2 * repeat) == 0:
+        repeat *= 2
 
     def numbers(at: int) -> "torch.Tensor":
         found = plane.layers[..., at : at + 2 * place.groups].contiguous().view(torch.bfloat16).float()
-        return found if rule.by_channel else found[..., tokens]
+        return found.repeat(1, 1, 1, repeat).unsqueeze(-2) if rule.by_channel else found[..., tokens].unsqueeze(-1)
 
-    return codes, numbers(place.scale), numbers(place.origin) if place.origin >= 0 else None
+    origin = numbers(place.origin) if place.origin >= 0 else None
+    return _Coded(form.bits, codes, numbers(place.scale), origin, target)
 
 
 def _put(into: "torch.Tensor", at: int, values: "torch.Tensor") -> None:

@@ -57,6 +57,10 @@ class Demoter:
         self.writing_bytes = 0
         self.flushing = False
         self._fill = FillMeter()
+        # What may still be written ahead of need, by policy, until something takes memory again: where the disk holds
+        # less than the reserve, each write would make room by losing what the reserve counts, and so on for ever.
+        self._left_bytes: dict[tuple[int, ...], int] = {}
+        self._left_since = 0
         self._candidates: deque[tuple[Node, int]] = deque(maxlen=_MOST_CANDIDATES)
         self._early_left = float(spec.early_bytes_per_day)
         self._early_at = 0.0
@@ -69,11 +73,19 @@ class Demoter:
     def refill(self, now: float, out: list[Command]) -> bool:
         """Begins to write the least valuable path while the reserve is not free, clean or on its way: a share of
         memory, but what is filled in a second at least. False: nothing is missing, or nothing can be done."""
-        per_s = self._fill.per_s(self.state.disk.granted_bytes, now)
+        granted = self.state.disk.granted_bytes
+        per_s = self._fill.per_s(granted, now)
         if not self.state.disk.writes_on:
             return False
+        if granted != self._left_since:
+            self.note_new_reason()
         tiered = ((key, each) for key, each in self.state.policies.items() if isinstance(each, TieredLeaves))
         return any(self._refill(signature, policy, per_s, out) for signature, policy in tiered)
+
+    def note_new_reason(self) -> None:
+        """The whole reserve may be written: memory was taken, or the disk works again."""
+        self._left_since = self.state.disk.granted_bytes
+        self._left_bytes.clear()
 
     def note_used(self, node: Node, depth: int) -> None:
         """A lease over this path ended; blocks that are hit again and again are candidates for an early write."""
@@ -139,6 +151,8 @@ class Demoter:
         self.state.stats.disk_drops[DiskDrop.WRITE_FAILED] += failed
         self.state.stats.disk_drops[DiskDrop.NO_ROOM] += len(fine) - failed - int(np.count_nonzero(fine))
         self.state.stats.blocks_demoted += int(np.count_nonzero(fine & (parts == 0)))
+        if not fine.all():  # not written: may be tried again
+            self._left_bytes.clear()
         self.remover.reorder(space, rows[fine])
         job.left -= len(event.index)
         if not job.left:
@@ -170,10 +184,15 @@ class Demoter:
         reserve_bytes = max(int(host.spec.size_bytes * self.spec.reserve_share), min(per_s, self.most_bytes))
         target = max(1, -(-reserve_bytes // block_bytes))
         missing = target - free - policy.clean_blocks - self.writing_bytes // block_bytes
-        if missing <= 0 or self.writing_bytes >= self.most_bytes:
+        left = self._left_bytes.setdefault(signature, max(reserve_bytes, block_bytes))
+        if missing <= 0 or self.writing_bytes >= self.most_bytes or left <= 0:
             return False
         node = policy.dirty.victim()
-        return node is not None and node.space is not None and self._write_path(node.space, node, node.end, out) > 0
+        if node is None or node.space is None:
+            return False
+        written = self._write_path(node.space, node, node.end, out)
+        self._left_bytes[signature] = left - written * block_bytes
+        return written > 0
 
     def go_on_flushing(self, out: list[Command]) -> None:
         """What is left of a flush, as far as may be under way at once."""

@@ -209,6 +209,8 @@ class Planner:
     def _disk_changed(self, event: events.DiskChanged, out: list[Command]) -> None:
         disk = self.state.disk
         disk.reads_on, disk.writes_on, disk.reason = event.reads_on, event.writes_on, event.reason
+        if event.writes_on and self.demoter is not None:
+            self.demoter.note_new_reason()
         if not event.reads_on and self.loader is not None:
             self.loader.turn_off(out)
         if self.demoter is not None:

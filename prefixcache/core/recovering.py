@@ -59,8 +59,7 @@ class Recoverer:
         told = self._told(space)
         if told.all_cleared:
             return
-        for run in list(told.take(event)):
-            told.wait(run)
+        told.take(event)
         for parent in told.fresh():
             above = told.run_of.get(parent)
             if parent == _NO_PARENT or (above is not None and above.rows is not None):

@@ -210,13 +210,14 @@ class Told:
         for key in run.keys:
             del self.run_of[key]
 
-    def take(self, event: DiskRecovered) -> Iterator[Run]:
-        """What an event makes whole, run by run."""
+    def take(self, event: DiskRecovered) -> None:
+        """Everything an event tells; what it makes whole waits from now on."""
         blocks = _Blocks(self.space, event)
         fast = blocks.whole & self._are_new(blocks)
         if not fast.all():
-            yield from self._take_one_by_one(event, blocks, fast)
-        yield from blocks.runs(fast, linked=self.space.foreign is None)
+            self._take_one_by_one(event, blocks, fast)
+        for run in blocks.runs(fast, linked=self.space.foreign is None):
+            self.wait(run)
 
     def _are_new(self, blocks: _Blocks) -> NDArray[np.bool_]:
         """bool[n]: blocks nothing was told of, each once in this event."""
@@ -232,14 +233,15 @@ class Told:
             times.update(unique.intersection(each))
         return np.array([times[key] == 1 for key in keys], np.bool_)
 
-    def _take_one_by_one(self, event: DiskRecovered, blocks: _Blocks, fast: NDArray[np.bool_]) -> Iterator[Run]:
+    def _take_one_by_one(self, event: DiskRecovered, blocks: _Blocks, fast: NDArray[np.bool_]) -> None:
+        """A block that is whole waits at once: another of its parts may come in the same event."""
         parts, pages = event.parts.tolist(), event.pages.tolist()
         for record in np.flatnonzero(~fast[blocks.of_record]).tolist():
             block = int(blocks.of_record[record])
             where = event.segment, pages[record]
             run = self._note(blocks.keys[block], blocks.parent(block), parts[record], where)
             if run is not None:
-                yield run
+                self.wait(run)
 
     def _note(self, key: bytes, parent: bytes, part: int, where: Where) -> Run | None:
         """One record; the block if it is whole now."""

@@ -92,9 +92,9 @@ class Daemon:
         request = admin_pb2.DrainRequest(timeout_ms=int(timeout_s * 1000), shutdown=shutdown)
         return self._call(self._stub.Drain, request, max(LONG_TIMEOUT_S, timeout_s + TIMEOUT_S))
 
-    def flush(self) -> int:
-        """Write what only memory holds; how many blocks that were. Raises CliError."""
-        return self._call(self._stub.Flush, admin_pb2.FlushRequest(), LONG_TIMEOUT_S).blocks
+    def flush(self) -> admin_pb2.FlushResponse:
+        """Write what only memory holds. Raises CliError."""
+        return self._call(self._stub.Flush, admin_pb2.FlushRequest(), LONG_TIMEOUT_S)
 
     def _call(self, method: Callable[..., Response], request: object, timeout_s: float = TIMEOUT_S) -> Response:
         try:

@@ -26,5 +26,7 @@ def drain(settings: Settings, timeout: str | None, *, shutdown: bool) -> None:
 def flush(settings: Settings) -> None:
     """Write what only memory holds to disk."""
     with connect(settings.address) as daemon:
-        blocks = daemon.flush()
-    settings.emit({"written_blocks": blocks}, lambda: [f"wrote {blocks:,} blocks"])
+        answer = daemon.flush()
+    told = {"written_blocks": answer.blocks, "left_blocks": answer.left_blocks}
+    left = f"; {answer.left_blocks:,} are in memory only, in use or not taken by the disk in time"
+    settings.emit(told, lambda: [f"wrote {answer.blocks:,} blocks" + left * bool(answer.left_blocks)])

@@ -119,10 +119,15 @@ class Demoter:
                 self._write_path(node.space, node, depth, out)
                 self._early_left -= self.writing_bytes - before
 
+    @property
+    def is_flushing(self) -> bool:
+        """Whether something is being written, or will be once the disk has started."""
+        return bool(self.jobs) or (self.flushing and self.state.disk.is_starting)
+
     def flush(self, out: list[Command]) -> None:
-        """Writes everything that only memory holds, job after job."""
+        """Writes everything that only memory holds, job after job; while the disk starts, as soon as it has."""
         self.flushing = True
-        self._go_on_flushing(out)
+        self.go_on_flushing(out)
 
     def done(self, event: RecordsWritten, out: list[Command]) -> None:
         """Some records ended."""
@@ -154,7 +159,7 @@ class Demoter:
         if not job.left:
             self._end(event.job, job)
         if self.flushing and fine.all():
-            self._go_on_flushing(out)
+            self.go_on_flushing(out)
 
     def _forget_corrupt(self, space: Namespace, rows: Rows, out: list[Command]) -> None:
         """Bytes changed in memory since they were committed: their blocks leave, and what follows them."""
@@ -190,7 +195,8 @@ class Demoter:
         self._left_bytes[signature] = left - written * block_bytes
         return written > 0
 
-    def _go_on_flushing(self, out: list[Command]) -> None:
+    def go_on_flushing(self, out: list[Command]) -> None:
+        """What is left of a flush, as far as may be under way at once."""
         while self.flushing and self.state.disk.writes_on and self.writing_bytes < self.most_bytes:
             victims = [
                 policy.dirty.victim() for policy in self.state.policies.values() if isinstance(policy, TieredLeaves)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Places = NDArray[np.uint32]
 UNKNOWN_ROOM = 1 << 62  # until it is told
+STARTING = "starting"
 
 
 class Segment:
@@ -43,7 +44,7 @@ class Disk:
     def __init__(self) -> None:
         self.reads_on = False
         self.writes_on = False
-        self.reason = "starting"
+        self.reason = STARTING
         self.recovered = False  # everything that was there at the start is known
         self.segments: dict[int, Segment] = {}
         self.numbers: list[int] = []  # of segments, ascending
@@ -52,6 +53,11 @@ class Disk:
         self.writing: dict[int, int] = {}  # writes under way: job -> serial, as of a lease
         self.granted_bytes = 0  # of host memory, ever: how fast it is being filled
         self._next_job = 1
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether nobody has said yet if it works."""
+        return self.reason == STARTING
 
     def next_job(self) -> int:
         self._next_job += 1

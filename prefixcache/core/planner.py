@@ -213,6 +213,8 @@ class Planner:
             self.demoter.note_new_reason()
         if not event.reads_on and self.loader is not None:
             self.loader.turn_off(out)
+        if self.demoter is not None:
+            self.demoter.go_on_flushing(out)
 
     def _time_passed(self, event: events.TimePassed, now: float, out: list[Command]) -> None:
         if self.demoter is not None and self.chores is not None and self.loader is not None:

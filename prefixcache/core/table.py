@@ -145,6 +145,11 @@ class BlockTable:
         return int(np.count_nonzero(self.is_recorded(np.arange(self._fresh, dtype=np.uint32))))
 
     @property
+    def unwritten_count(self) -> int:
+        """How many rows have anything in memory that is not on disk."""
+        return int(np.count_nonzero(~self.is_clean(np.arange(self._fresh, dtype=np.uint32))))
+
+    @property
     def clean_count(self) -> int:
         """How many rows are on disk, with all that is in memory of them."""
         rows = np.arange(self._fresh, dtype=np.uint32)

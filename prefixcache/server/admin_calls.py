@@ -18,6 +18,7 @@ from prefixcache.v1 import admin_pb2 as pb
 from prefixcache.v1 import common_pb2 as common
 
 _POLL_S = 0.02
+_FLUSH_S = 30.0  # longest a flush waits for the disk
 _KEPT_S = 2.0  # longest an eviction waits until the pins that it ended are gone from disk
 _FEW_PREFIXES = 20
 _MOST_PREFIXES = 1000
@@ -70,12 +71,12 @@ class AdminCalls:
         )
 
     def flush(self, _: None, __: pb.FlushRequest) -> pb.FlushResponse:
-        """Write what only memory holds; waits until the disk has taken what it takes."""
+        """Write what only memory holds; waits until the disk has taken what it takes, and tells what it has not."""
         store = self._disk
         if store is None:
             raise CallError(common.REASON_TIER_OFF, "this server has no disk tier; start it with --disk DIR")
-        timeout_s = self._shell.config.drain_timeout
-        return pb.FlushResponse(blocks=flush(self._shell.owner, store, timeout_s, self._ended))
+        written, left = flush(self._shell.owner, store, _FLUSH_S, self._ended)
+        return pb.FlushResponse(blocks=written, left_blocks=left)
 
     def list_prefixes(self, _: None, request: pb.ListPrefixesRequest) -> pb.ListPrefixesResponse:
         """Which prefixes are worth most."""

@@ -138,6 +138,8 @@ class DiskStore:
     def _run(self) -> None:
         """The recovery thread: opens the directory if that failed, tells what is in it, and does so anew whenever
         another one has taken its place."""
+        if self.tier is None:
+            self._orders.send(e.DiskChanged(reads_on=False, writes_on=False, reason=self.report.why_off))
         while self._opened():
             tier = self.tier
             assert tier is not None
@@ -246,19 +248,21 @@ class DiskStore:
         return not self._stopping.is_set()
 
 
-def flush(owner: Owner, demoter: Demoter, timeout_s: float, hurry: threading.Event) -> int:
-    """Write what only memory holds, as far as time and the disk allow. Answers blocks."""
+def flush(owner: Owner, demoter: Demoter, timeout_s: float, hurry: threading.Event) -> tuple[int, int]:
+    """Write what only memory holds, as far as time and the disk allow. Answers blocks (written, left): what is left is
+    leased, not verified yet, or was not taken by the disk in time."""
     if owner.failure or timeout_s <= 0:
-        return 0
+        return 0, 0
     with owner.lock:
         before = demoter.state.stats.blocks_demoted
     owner.call(e.FlushStarted())
     until = owner.clock() + timeout_s
     while True:
         with owner.lock:
-            written = demoter.state.stats.blocks_demoted - before
-            if not demoter.jobs or owner.clock() >= until or hurry.is_set():
-                return written
+            if not demoter.is_flushing or owner.clock() >= until or hurry.is_set():
+                spaces = demoter.state.namespaces.values()
+                left = sum(space.table.unwritten_count for space in spaces if space.on_disk)
+                return demoter.state.stats.blocks_demoted - before, left
         hurry.wait(_FLUSH_LOOK_S)
 
 

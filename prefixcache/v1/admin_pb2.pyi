@@ -649,14 +649,20 @@ class FlushResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BLOCKS_FIELD_NUMBER: builtins.int
+    LEFT_BLOCKS_FIELD_NUMBER: builtins.int
     blocks: builtins.int
     """Blocks written."""
+    left_blocks: builtins.int
+    """Blocks that only host memory holds still: leased, not verified yet, stored meanwhile, or not taken by the disk in
+    time.
+    """
     def __init__(
         self,
         *,
         blocks: builtins.int = ...,
+        left_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "left_blocks", b"left_blocks"]) -> None: ...
 
 global___FlushResponse = FlushResponse
 

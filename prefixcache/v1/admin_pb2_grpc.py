@@ -149,7 +149,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Flush(self, request, context):
-        """Writes what only host memory holds to disk.
+        """Writes what only host memory holds to disk; answers when all is there, or after 30 seconds with what is not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

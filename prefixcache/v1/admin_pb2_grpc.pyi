@@ -72,7 +72,7 @@ class AdminServiceStub:
         prefixcache.v1.admin_pb2.FlushRequest,
         prefixcache.v1.admin_pb2.FlushResponse,
     ]
-    """Writes what only host memory holds to disk."""
+    """Writes what only host memory holds to disk; answers when all is there, or after 30 seconds with what is not."""
 
     Drain: grpc.UnaryUnaryMultiCallable[
         prefixcache.v1.admin_pb2.DrainRequest,
@@ -148,7 +148,7 @@ class AdminServiceAsyncStub:
         prefixcache.v1.admin_pb2.FlushRequest,
         prefixcache.v1.admin_pb2.FlushResponse,
     ]
-    """Writes what only host memory holds to disk."""
+    """Writes what only host memory holds to disk; answers when all is there, or after 30 seconds with what is not."""
 
     Drain: grpc.aio.UnaryUnaryMultiCallable[
         prefixcache.v1.admin_pb2.DrainRequest,
@@ -240,7 +240,7 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: prefixcache.v1.admin_pb2.FlushRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixcache.v1.admin_pb2.FlushResponse, collections.abc.Awaitable[prefixcache.v1.admin_pb2.FlushResponse]]:
-        """Writes what only host memory holds to disk."""
+        """Writes what only host memory holds to disk; answers when all is there, or after 30 seconds with what is not."""
 
     @abc.abstractmethod
     def Drain(

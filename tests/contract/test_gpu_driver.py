@@ -82,7 +82,7 @@ def test_a_device_short_of_memory_gives_less_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(monkeypatch, FakeCuda(free_bytes=100 << 20))
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "prefixcache"):  # whatever level a daemon before set
         running = Running(tmp_path, "cuda:0=256MiB")
     assert running.row()[:2] == ("on", 64 << 20)
     told = [record.getMessage() for record in caplog.records]

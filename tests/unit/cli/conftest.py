@@ -82,7 +82,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServiceServicer, cache_pb2_grpc.CacheService
 
     def Flush(self, request: object, context: grpc.ServicerContext) -> admin_pb2.FlushResponse:
         self._enter(request, context)
-        return admin_pb2.FlushResponse(blocks=7)
+        return admin_pb2.FlushResponse(blocks=7, left_blocks=3)
 
     def Lookup(self, request: object, context: grpc.ServicerContext) -> cache_pb2.LookupResponse:
         self._enter(request, context)

@@ -181,5 +181,5 @@ def test_drain_and_flush(admin: FakeAdmin, run: Run) -> None:
     admin.drained = admin_pb2.DrainResponse()
     assert "drained; the daemon ends now" in run("drain", "--shutdown").stdout
     assert run("drain", "--timeout", "soon").exit_code == 2
-    assert told(run, "flush") == {"written_blocks": 7}
-    assert "wrote 7 blocks" in run("flush").stdout
+    assert told(run, "flush") == {"written_blocks": 7, "left_blocks": 3}
+    assert "wrote 7 blocks; 3 are in memory only" in run("flush").stdout

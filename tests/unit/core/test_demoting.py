@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefixcache.core.commands import ComputeChecksum, Reserved, WriteRecords
+from prefixcache.core.disk import STARTING
 from prefixcache.core.events import ChecksumDone, DiskChanged, FlushStarted, RecordsWritten, WriteEnd
 from prefixcache.core.reasons import DiskDrop, Kind, Refusal
 from prefixcache.core.spec import DiskSpec
@@ -81,6 +82,23 @@ def test_a_write_that_fails_is_counted_and_tried_again() -> None:
     assert harness.planner.state.stats.disk_drops[DiskDrop.WRITE_FAILED] == 2
     assert harness.hit("ab") == 2
     assert harness.flush() == 2
+
+
+def test_a_flush_goes_on_when_the_disk_works() -> None:
+    harness = DiskHarness()
+    demoter, disk = harness.planner.demoter, harness.planner.state.disk
+    assert demoter is not None
+    disk.writes_on, disk.reason = False, STARTING
+    harness.store("abcdefgh")
+    assert harness.flush() == 0
+    assert demoter.is_flushing
+    harness.send(DiskChanged(reads_on=False, writes_on=False, reason="unusable"))
+    assert not demoter.is_flushing, "nobody knows when"
+    assert harness.planner.state.namespaces[1].table.unwritten_count == 8
+    harness.send(DiskChanged(reads_on=True, writes_on=True))
+    assert harness.end_writes() == 8
+    assert harness.planner.state.namespaces[1].table.unwritten_count == 0
+    assert not demoter.is_flushing
 
 
 def test_a_block_whose_bytes_changed_in_memory_leaves_with_what_follows_it() -> None:

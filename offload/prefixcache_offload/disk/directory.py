@@ -65,6 +65,8 @@ class Directory:
 
     def open_segment(self, number: int, *, create: bool = False) -> int:
         """Descriptor of a segment file. Raises OSError."""
+        if create:
+            self.require()
         return self.disk.open(self.file(segment_name(number)), create=create, direct=self.direct)
 
     def whereabouts(self) -> "Whereabouts":
@@ -79,13 +81,21 @@ class Directory:
         """See `whereabouts`."""
         return self.whereabouts() is Whereabouts.HERE
 
+    def require(self) -> None:
+        """Before a file is made by its path: what lies there now may be somebody else's, or would be taken for it.
+        Raises OSError where the path does not lead to this directory any more."""
+        if not self.still_there():
+            raise FileNotFoundError(errno.ENOENT, "another directory is in the place of this one, or none", self.path)
+
     def probe(self) -> None:
         """Write a page, read it back, remove it. Raises OSError where that does not work."""
+        self.require()
         probe_direct(self.disk, self.path, direct=self.direct)
 
     @contextmanager
     def nameless_file(self) -> Iterator[int]:
         """A descriptor of a file that nobody can find and that is gone with the block. Raises OSError."""
+        self.require()
         name = self.file(PROBE + "-rate")
         fd = self.disk.open(name, create=True, direct=self.direct)
         try:

@@ -67,6 +67,7 @@ class NamespaceBook:
         kept = set(kept)
         specs = {name: spec for name, spec in self.specs.items() if name in kept}
         content = b"".join(_pack(*spec) for spec in specs.values())
+        self._directory.require()
         replace_file(self._directory.disk, self._directory.path, NAMESPACES, content)
         gone = len(self.specs) - len(specs)
         self.specs, self._end = specs, len(content)
@@ -74,6 +75,7 @@ class NamespaceBook:
 
     def _append(self, entry: bytes) -> None:
         disk, path = self._directory.disk, self._directory.file(NAMESPACES)
+        self._directory.require()
         try:
             fd, fresh = disk.open(path, create=True), True
         except FileExistsError:

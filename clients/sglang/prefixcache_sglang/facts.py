@@ -20,7 +20,8 @@ from typing import Any, Final
 from prefixcache.identity.canonical import Value
 from prefixcache.identity.tensors import TensorFileError
 from prefixcache.identity.weights import weights_digest
-from prefixcache_sglang.options import PREFIX, Options
+from prefixcache_client.engine_settings import PREFIX
+from prefixcache_sglang.options import Options
 
 # Ways to load weights that end in what the checkpoint's files say.
 _FROM_FILES: Final = {"auto", "safetensors", "fastsafetensors", "mistral", "layered"}

@@ -17,8 +17,9 @@ from prefixcache.identity.canonical import Value
 from prefixcache.identity.fingerprint import IdentityError
 from prefixcache.identity.layout import LayoutError
 from prefixcache_client import Client, ForeignCache
+from prefixcache_client.engine_settings import PREFIX
 from prefixcache_vllm.identity import CannotShareError, EngineIdentity, engine_identity
-from prefixcache_vllm.options import PREFIX, Options, read_options
+from prefixcache_vllm.options import Options, read_options
 
 ENGINE: Final = "vllm"
 _SAFE_HASHES: Final = {"sha256", "sha256_cbor"}

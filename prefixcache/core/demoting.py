@@ -147,7 +147,7 @@ class Demoter:
                 disk.place(space, part, rows[mine], event.segments[mine], event.pages[mine])
         corrupt = event.ends == WriteEnd.CORRUPT
         if corrupt.any():
-            self._forget_corrupt(space, rows[corrupt], out)
+            self._forget_corrupt(space, rows[corrupt])
         failed = int(np.count_nonzero((event.ends == WriteEnd.FAILED) | corrupt))
         self.state.stats.disk_drops[DiskDrop.WRITE_FAILED] += failed
         self.state.stats.disk_drops[DiskDrop.NO_ROOM] += len(fine) - failed - int(np.count_nonzero(fine))
@@ -161,7 +161,7 @@ class Demoter:
         if self.flushing and fine.all():
             self.go_on_flushing(out)
 
-    def _forget_corrupt(self, space: Namespace, rows: Rows, out: list[Command]) -> None:
+    def _forget_corrupt(self, space: Namespace, rows: Rows) -> None:
         """Bytes changed in memory since they were committed: their blocks leave, and what follows them."""
         index = space.tree.index
         assert index is not None

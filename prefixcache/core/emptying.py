@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefixcache.core.commands import Command
 from prefixcache.core.ids import Rows
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.radix import VISIBLE, Node, subtree
@@ -30,13 +29,13 @@ class _Cut(NamedTuple):
     place: int
 
 
-def empty(remover: Remover, candidates: list[Owners], out: list[Command]) -> bool:
+def empty(remover: Remover, candidates: list[Owners]) -> bool:
     """Evicts all blocks that live in one of the slabs, given by who owns their slots; whether any could be emptied."""
     plans = [plan for owners in candidates if (plan := _plan(owners)) is not None]
     if not plans:
         return False
     for cut in min(plans, key=_cost):
-        _evict(remover, cut, out)
+        _evict(remover, cut)
     return True
 
 
@@ -94,9 +93,9 @@ def _cost(cuts: list[_Cut]) -> int:
     return sum(sum(node.count for node in subtree(cut.node)) - cut.place for cut in cuts)
 
 
-def _evict(remover: Remover, cut: _Cut, out: list[Command]) -> None:
+def _evict(remover: Remover, cut: _Cut) -> None:
     """Deepest first, so that each is a leaf when it goes."""
     for node in reversed(list(subtree(cut.node))):
         if node.cold:
             continue  # it goes with what is in front of it
-        remover.evict_tail(node, node.count - cut.place if node is cut.node else node.count, out)
+        remover.evict_tail(node, node.count - cut.place if node is cut.node else node.count)

@@ -6,7 +6,6 @@ than what it evicts. A leaf that is pinned is parked and comes back with its pin
 
 from __future__ import annotations
 
-from prefixcache.core.commands import Command
 from prefixcache.core.policy.base import Bids, EvictionPolicy
 from prefixcache.core.radix import Node
 from prefixcache.core.removal import Remover
@@ -20,7 +19,7 @@ class Evictor:
         self.state = state
         self.remover = remover
 
-    def free_up(self, stride: int, wanted: int, out: list[Command], bids: Bids | None = None) -> bool:
+    def free_up(self, stride: int, wanted: int, bids: Bids | None = None) -> bool:
         """Evicts blocks that use this class until `wanted` slots are free, or as many as the `bids` that do
         not give up need (of one slot each). False: nothing more may go."""
         pool = self.state.host
@@ -36,17 +35,17 @@ class Evictor:
             if bids is not None and (fewer := bids.give_up(policy.victim_worth(), blocks)):
                 wanted -= fewer * each
                 continue
-            self.evict_from(policy, blocks, out)
+            self.evict_from(policy, blocks)
         return True
 
-    def evict_from(self, policy: EvictionPolicy, most: int, out: list[Command]) -> int:
+    def evict_from(self, policy: EvictionPolicy, most: int) -> int:
         """Evicts up to `most` blocks off the tail of the policy's victim; parks it if it is pinned."""
         node = policy.victim()
         if node is None:
             return 0
         count = self._evictable(policy, node, most)
         if count:
-            self.remover.evict_tail(node, count, out)
+            self.remover.evict_tail(node, count)
         else:
             policy.remove_leaf(node)
         return count

@@ -275,10 +275,10 @@ class Filling:
         node.state = WAITING
         if space.policy.remembers:
             space.policy.stored(space, node, reservation.birth)
-        self._reveal(node, out)
+        self._reveal(node)
         return count
 
-    def _reveal(self, node: Node, out: list[Command]) -> None:
+    def _reveal(self, node: Node) -> None:
         """Makes a settled node visible if its parent is, and what waited for it."""
         if node.parent is None or node.parent.state != VISIBLE:
             return

@@ -97,7 +97,7 @@ class ForeignAcquiring:
             now + self.state.clipped_ttl(event.ttl_s), present, wish.eta_s,
         )  # fmt: skip
         lease = Lease(event.lease, event.session, space, reply)
-        lease.pins = self._held_by(lease, pins)
+        lease.pins = self._held(pins)
         if wish.coming:
             lease.awaited = [(event.from_block + place, pins[place]) for place in wish.coming]
             # In the order in which they can be read: what is in memory comes first.
@@ -126,8 +126,8 @@ class ForeignAcquiring:
         return pins
 
     @staticmethod
-    def _held_by(lease: Lease, pins: dict[int, Pin]) -> list[Pin]:
-        """All of them in the lease's own list."""
+    def _held(pins: dict[int, Pin]) -> list[Pin]:
+        """All of them in one list, which is a lease's own."""
         held = list(pins.values())
         for pin in held:
             pin.holder = held

@@ -44,13 +44,13 @@ class Lander:
         self._count(load, event, now)
         ends = self._judged(load, event.index, event.ends)
         load.note(event.index, ends)
-        self._forget_records(load, event.index, ends, out)
+        self._forget_records(load, event.index, ends)
         moved = [
             load,
             *(each for each in loads.values() if each.waits and each is not load and each.space is load.space),
         ]
         for each in moved:  # in the order in which they began: what one waits for began before it
-            self._settle(each, out)
+            self._settle(each)
         for each in moved:
             if not each.open_records and not each.waits:
                 assert each.front == len(each.rows)
@@ -82,9 +82,7 @@ class Lander:
                 judged[place] = ReadEnd.FAILED
         return judged
 
-    def _forget_records(
-        self, load: Load, index: NDArray[np.uint32], ends: NDArray[np.uint8], out: list[Command]
-    ) -> None:
+    def _forget_records(self, load: Load, index: NDArray[np.uint32], ends: NDArray[np.uint8]) -> None:
         """Of a part that not every block has, the record alone is lost."""
         space = load.space
         lost = index[ends == ReadEnd.LOST]
@@ -97,7 +95,7 @@ class Lander:
                 self.remover.lose_records(space, part, rows)
                 self.remover.reorder(space, rows)
 
-    def _settle(self, load: Load, out: list[Command]) -> None:
+    def _settle(self, load: Load) -> None:
         """Places what came, from the front, and forgets what is lost."""
         load.waits = False
         ended = np.flatnonzero(load.left[load.front :])
@@ -118,7 +116,7 @@ class Lander:
             else:
                 self._give_back(load, which)
                 if verdict == _LOSE:
-                    self._lose(load, load.rows[which], out)
+                    self._lose(load, load.rows[which])
             load.front = which.stop
 
     def _verdicts(self, load: Load, which: slice) -> NDArray[np.uint8]:
@@ -196,7 +194,7 @@ class Lander:
         if cold:
             self.remover.settle_warm(space, node)
 
-    def _lose(self, load: Load, rows: Rows, out: list[Command]) -> None:
+    def _lose(self, load: Load, rows: Rows) -> None:
         """Records that will never be read: their blocks leave, and all that follows them; of what a worker stored again
         meanwhile only the records."""
         space = load.space

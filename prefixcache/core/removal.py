@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prefixcache.core.commands import Change, Command
+from prefixcache.core.commands import Change
 from prefixcache.core.ids import KEY_BYTES, NO_SLOT, Rows, Slots, Tier
 from prefixcache.core.policy.base import UNKNOWN_BIRTH
 from prefixcache.core.radix import (
@@ -46,7 +46,7 @@ class Remover:
         self.mover = mover
         self.shorten_pins: Callable[[Node], None] = lambda _: None  # told before a subtree goes
 
-    def evict_tail(self, node: Node, count: int, out: list[Command]) -> None:
+    def evict_tail(self, node: Node, count: int) -> None:
         """Takes the last `count` blocks of an unpinned stretch of a leaf out of memory; all in the same way
         (`Namespace.ways_out`)."""
         space = node.space
@@ -62,7 +62,7 @@ class Remover:
                 gone = sum(self.drop_cold(child) for child in list((node.children or {}).values()))
                 self.state.stats.disk_drops[DiskDrop.UNWRITTEN] += count
                 self.state.stats.disk_drops[DiskDrop.WITH_PARENT] += gone
-        self._drop_tail(space, node, count, out)
+        self._drop_tail(space, node, count)
 
     def _demote_tail(self, space: Namespace, node: Node, count: int) -> None:
         """The last blocks of a leaf become cold: a node of their own, joined with the cold path below."""
@@ -161,7 +161,7 @@ class Remover:
         space.tree.unlink(node)
         return gone
 
-    def _drop_tail(self, space: Namespace, node: Node, count: int, out: list[Command]) -> None:
+    def _drop_tail(self, space: Namespace, node: Node, count: int) -> None:
         """The last blocks of a leaf leave for good."""
         state = self.state
         state.publish_blocks(Change.REMOVED, node, node.count - count)

@@ -44,7 +44,7 @@ class RoomMaker:
                 del bids.worths[wanted // each :]
             if host.free_slots(stride) < wanted:
                 self.transfers.consider(stride, out)
-                if not self.evictor.free_up(stride, wanted, out, bids):
+                if not self.evictor.free_up(stride, wanted, bids):
                     self.transfers.take_over(stride, wanted, out)
             count = count if bids is None else len(bids.worths)
             got.update({part: host.allocate(stride, count) for part in parts if space.strides[part] == stride})

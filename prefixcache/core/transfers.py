@@ -47,12 +47,12 @@ class Transfers:
             node = policy.victim()
             assert node is not None
             assert node.space is not None
-            evicted = self.evictor.evict_from(policy, max(1, host.spec.slab_bytes // sum(node.space.strides)), out)
+            evicted = self.evictor.evict_from(policy, max(1, host.spec.slab_bytes // sum(node.space.strides)))
             budget_bytes -= evicted * sum(node.space.strides)
         for _ in range(len(host.slabs)):
             if host.free_slots(stride) >= wanted or self.mover.moves:
                 break
-            if not emptying.empty(self.evictor.remover, [owners for _, owners in self._emptiest(stride)], out):
+            if not emptying.empty(self.evictor.remover, [owners for _, owners in self._emptiest(stride)]):
                 break
         if host.free_slots(stride) < wanted:
             self.begin_move(stride, out)
@@ -85,7 +85,7 @@ class Transfers:
         live = slab.count - slab.free_count
         host.close_slab(slab)
         if host.free_slots(slab_stride) < live:
-            self.evictor.free_up(slab_stride, live, out)
+            self.evictor.free_up(slab_stride, live)
         if host.slabs.get(slab.number) is not slab:
             return  # the evictions emptied it
         if host.free_slots(slab_stride) < slab.count - slab.free_count:

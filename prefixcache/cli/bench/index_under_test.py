@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Final
 
 from prefixcache.cli.bench.workload import ROOT
-from prefixcache.core.commands import Command
 from prefixcache.core.ids import KEY_BYTES, GroupKind, Slots
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.radix import Path
@@ -71,8 +70,7 @@ class Index:
         """Drop one block: the tail of the least recently used leaf."""
         node = self.space.policy.victim()
         assert node is not None
-        out: list[Command] = []
-        self.remover.evict_tail(node, 1, out)
+        self.remover.evict_tail(node, 1)
 
     def _uncover(self, path: Path) -> None:
         """A node that gets a child is no leaf any more."""

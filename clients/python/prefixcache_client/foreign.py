@@ -13,7 +13,7 @@ It must not know engines.
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +26,16 @@ from prefixcache.v1 import cache_pb2
 from prefixcache_client import lookup, prefetch, store
 from prefixcache_client.coming import ComingKeys
 from prefixcache_client.errors import Failure, LeaseEndedError, Unreachable
+from prefixcache_client.held import Held, check_time
 from prefixcache_client.ids import new_id
 from prefixcache_client.link import Link
 from prefixcache_client.namespace import Namespace, PromptKeys, Secrets
-from prefixcache_client.reasons import DEADLINE, LEASE_LOST, NOT_CACHED, UNUSED, reason_name, reason_value
+from prefixcache_client.reasons import DEADLINE, NOT_CACHED, UNUSED, reason_name
 from prefixcache_client.results import CopyResult, ForeignLookup, ForeignStore, PrefetchResult
 from prefixcache_client.runs import SlotRun, foreign_runs
 from prefixcache_client.session import Session
 from prefixcache_client.tensors import KvTensors, as_tensors
-from prefixcache_client.transport import ACQUIRE, LOOKUP, RELEASE
+from prefixcache_client.transport import ACQUIRE, LOOKUP
 
 log = logging.getLogger("prefixcache_client")
 
@@ -218,42 +219,29 @@ class _Grant:
         self.coming: ComingKeys | None = None
 
 
-class ForeignLease:
+class ForeignLease(Held[_Grant]):
     """Some of the keys asked for, valid until it is released or runs out; use it in a `with`. Not for two threads.
 
     `present`: bool[n], which keys it holds; some of them may still have to come from disk, `copy_to` waits for those.
     `reason`: why not all, "" when all. `copied`: bool[n], keys whose bytes the last `copy_to` brought, whole and right.
     """
 
-    __slots__ = ("__weakref__", "_grant", "_link", "_lost", "_ns", "copied", "present", "reason")
+    __slots__ = ("_ns", "copied", "present", "reason")
 
     def __init__(self, link: Link, ns: Namespace, present: Present, reason: str, grant: _Grant | None) -> None:
         """Made by ForeignCache only; without `grant` it holds nothing."""
         self.present = present
         self.reason = reason
-        self._link = link
         self._ns = ns
-        self._grant = grant
-        self._lost = ""
+        super().__init__(link, grant)
         self.copied: Present = np.zeros(len(present), np.bool_)
 
     def __bool__(self) -> bool:
         """Whether it holds anything."""
         return bool(self.present.any())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        grant = self._grant
-        if grant is not None:
-            self._grant = None
-            self._link.counters.left_open()
-            self._link.abandon(grant.session, grant.lease)
-            log.warning("a lease of %d blocks was not released; use it in a `with`", int(self.present.sum()))
+    def _size(self) -> str:
+        return f"{int(self.present.sum())} blocks"
 
     def copy_to(self, tensors: Any) -> CopyResult:
         """Copy the blocks that the lease holds to the tensors' blocks of the same positions; what comes from disk as it
@@ -288,9 +276,9 @@ class ForeignLease:
         """Bytes. Raises Failure where they are not what was leased."""
         if not runs:
             return 0
-        _check_time(grant)
+        check_time(grant)
         moved = grant.session.path.load(self._ns.form, grant.lease, runs, target)
-        _check_time(grant)
+        check_time(grant)
         for run in runs:
             self.copied[run.blocks] = True
         return moved
@@ -308,15 +296,7 @@ class ForeignLease:
         unused = int(np.count_nonzero(self.present)) - self._used
         if unused:
             self._link.counters.lost(unused * self._ns.block_tokens, reason)
-        request = cache_pb2.ReleaseRequest(
-            session=grant.session.session_id, lease=grant.lease, used_blocks=self._used, reason=reason_value(reason)
-        )
-        self._link.post(grant.session, RELEASE, request.SerializeToString())
-
-
-def _check_time(grant: _Grant) -> None:
-    if time.monotonic() >= grant.ends_at:
-        raise Failure(LEASE_LOST, "it ran out")
+        self._give_back(grant, self._used, reason)
 
 
 def _bits(packed: bytes, count: int) -> Present:

@@ -3,7 +3,7 @@
 Rules:
 1. Bytes are trusted only after the copy: the lease must not have run out and every slot must still have its generation.
    Whatever fails is a `CopyResult` with a reason, never an exception.
-2. A lease is released once: by `release`, by leaving its `with`, or, with a word in the log, by the garbage collector.
+2. A lease is released once, however it ends (held.py).
 3. A miss is a lease of 0 tokens; nothing has to be told to the server about it.
 
 It must not know how bytes travel (paths) or how calls are made (link).
@@ -13,20 +13,20 @@ import logging
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from prefixcache.v1 import cache_pb2, common_pb2
 from prefixcache_client.blocks import BlockFormat
 from prefixcache_client.coming import Coming
 from prefixcache_client.errors import Failure, LeaseEndedError
 from prefixcache_client.handover import LeaseTicket
+from prefixcache_client.held import Held, check_time
 from prefixcache_client.link import Link
-from prefixcache_client.reasons import DEADLINE, LEASE_LOST, UNUSED, reason_value
+from prefixcache_client.reasons import DEADLINE, UNUSED
 from prefixcache_client.results import CopyResult
 from prefixcache_client.runs import SlotRun, leased_runs
 from prefixcache_client.session import Session
 from prefixcache_client.tensors import KvTensors, as_tensors
-from prefixcache_client.transport import RELEASE
 from prefixcache_offload.mapping import Bytes
 
 log = logging.getLogger("prefixcache_client")
@@ -79,7 +79,7 @@ class Grant:
         return self.coming.reason or DEADLINE if self.coming is not None and self.coming.blocks else ""
 
 
-class Lease:
+class Lease(Held[Grant]):
     """What `Client.acquire` answers; use it in a `with`. Not safe for two threads at once.
 
     `tokens`: length of the cached prefix, from token 0, that may be read; 0 on a miss. Where some of it still has to
@@ -88,18 +88,7 @@ class Lease:
     prompt were found.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_form",
-        "_grant",
-        "_link",
-        "_lost",
-        "_used",
-        "blocks",
-        "from_block",
-        "reason",
-        "tokens",
-    )
+    __slots__ = ("_form", "_used", "blocks", "from_block", "reason", "tokens")
 
     def __init__(
         self, link: Link, form: BlockFormat, blocks: int, from_block: int, reason: str, grant: Grant | None
@@ -109,11 +98,9 @@ class Lease:
         self.tokens = blocks * form.block_tokens
         self.from_block = from_block
         self.reason = reason
-        self._link = link
         self._form = form
-        self._grant = grant
         self._used = 0
-        self._lost = ""
+        super().__init__(link, grant)
 
     @property
     def tokens_by_tier(self) -> dict[str, int]:
@@ -127,21 +114,8 @@ class Lease:
         """Whether there is anything to copy."""
         return self.tokens > 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        grant = self._grant
-        if grant is not None:
-            self._grant = None
-            self._link.counters.left_open()
-            self._link.abandon(grant.session, grant.lease)
-            log.warning("a lease of %d tokens was not released; use it in a `with`", self.tokens)
+    def _size(self) -> str:
+        return f"{self.tokens} tokens"
 
     def parts(self, part: int = 0) -> range:
         """Positions of the blocks of `part` that may be read: all, or the last window of a sliding group."""
@@ -164,9 +138,9 @@ class Lease:
             wanted = self._wanted(grant, target)
             if not wanted and grant.coming is None:
                 raise ValueError("the tensors have room for none of the leased blocks")
-            self._check_time(grant)
+            check_time(grant)
             moved = grant.session.path.load(self._form, grant.lease, wanted, target) if wanted else 0
-            self._check_time(grant)
+            check_time(grant)
             if grant.coming is not None:
                 moved += self._copy_coming(grant, wanted, target)
         except Failure as failure:
@@ -186,9 +160,9 @@ class Lease:
         while fresh := grant.wait(self._form, range(self.from_block, self.blocks)):
             cut = self._cut(fresh, target)
             if cut:
-                self._check_time(grant)
+                check_time(grant)
                 moved += grant.session.path.load(self._form, grant.lease, cut, target)
-                self._check_time(grant)
+                check_time(grant)
                 wanted += cut
         return moved
 
@@ -254,16 +228,13 @@ class Lease:
         if used < self.blocks:
             unused = self.tokens - max(used, self.from_block) * self._form.block_tokens
             self._link.counters.lost(unused, reason)
-        request = cache_pb2.ReleaseRequest(
-            session=grant.session.session_id, lease=grant.lease, used_blocks=used, reason=reason_value(reason)
-        )
-        self._link.post(grant.session, RELEASE, request.SerializeToString())
+        self._give_back(grant, used, reason)
 
     def enter_view(self, run: SlotRun) -> Bytes:
         """The bytes of one block. Raises LeaseEndedError once the lease is released, has run out or lost its server."""
         grant = self._granted()
         try:
-            self._check_time(grant)
+            check_time(grant)
             array = grant.session.path.view(self._form, grant.lease, run)
         except Failure as failure:
             raise LeaseEndedError(f"the lease has ended ({failure.reason}): {failure}") from failure
@@ -290,10 +261,6 @@ class Lease:
         covered = [target.covers(self._form, part) for part in range(len(self._form.parts))]
         cut = (run.within(covered[run.part]) for run in runs)
         return [run for run in cut if run is not None]
-
-    def _check_time(self, grant: Grant) -> None:
-        if time.monotonic() >= grant.ends_at:
-            raise Failure(LEASE_LOST, "it ran out")
 
     def _lose(self, reason: str) -> CopyResult:
         self._lost = reason

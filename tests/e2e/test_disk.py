@@ -133,6 +133,14 @@ def written(daemon: DaemonProcess, blocks: int) -> bool:
     return wait_until(lambda: tier(stats_of(daemon)).blocks >= blocks)
 
 
+def fill(client: Client, daemon: DaemonProcess) -> None:
+    """Twice what memory holds: the first prompts are on disk only after it."""
+    for prompt in range(PROMPTS):
+        store(client, prompt)
+        assert written(daemon, (prompt - 6) * BLOCKS)
+    flush(daemon)
+
+
 @pytest.mark.parametrize(("local", "policy"), [(True, "lru"), (False, "lru"), (True, "tg"), (True, "arc")])
 def test_what_memory_cannot_hold_comes_back_from_disk(daemons: Daemons, local: bool, policy: str) -> None:
     daemon = daemons.start(f"--policy={policy}")

@@ -18,12 +18,12 @@ from tests.e2e.test_disk import (
     address,
     clear,
     counter,
+    fill,
     flush,
     load,
     store,
     tier,
     tokens,
-    written,
 )
 from tests.issues.workers import BLOCK_TOKENS, namespace
 
@@ -35,14 +35,6 @@ def daemons(tmp_path: Path) -> Iterator[Daemons]:
     made = Daemons(tmp_path / "run", tmp_path / "data")
     yield made
     made.kill()
-
-
-def fill(client: Client, daemon: DaemonProcess) -> None:
-    """Twice what memory holds: the first prompts are on disk only after it."""
-    for prompt in range(PROMPTS):
-        store(client, prompt)
-        assert written(daemon, (prompt - 6) * BLOCKS)
-    flush(daemon)
 
 
 def is_gone(daemon: DaemonProcess) -> bool:

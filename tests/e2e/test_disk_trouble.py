@@ -24,12 +24,12 @@ from tests.e2e.test_disk import (
     Daemons,
     address,
     counter,
+    fill,
     flush,
     load,
     store,
     tier,
     tokens,
-    written,
 )
 from tests.issues.workers import BLOCK_BYTES, BLOCK_TOKENS, namespace
 
@@ -51,14 +51,6 @@ def daemons(tmp_path: Path, faults: Path) -> Iterator[Daemons]:
     made.module = "tests.e2e.faulty_daemon"
     yield made
     made.kill()
-
-
-def fill(client: Client, daemon: DaemonProcess) -> None:
-    """Twice what memory holds: the first prompts are on disk only after it."""
-    for prompt in range(PROMPTS):
-        store(client, prompt)
-        assert written(daemon, (prompt - 6) * BLOCKS)
-    flush(daemon)
 
 
 def killed(daemon: DaemonProcess) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from prefixcache.identity.layout import GroupKind, LayerGroup, Layout
 from prefixcache.server.app import Daemon
-from prefixcache_client import Blocks, Client, ClientOptions, Layers, Namespace
-from tests.contract.conftest import start_daemon
+from prefixcache_client import Blocks, Client, Layers, Namespace
 from tests.e2e.processes import wait_until
+from tests.e2e.transports import KINDS, client_on, digest_of_test, two_daemons
 
 HEADS, DIM, SIZE = 2, 16, 16
 HYBRID = Layout.of(
@@ -21,39 +21,25 @@ HYBRID = Layout.of(
     LayerGroup(GroupKind.SLIDING, (1, 2), HEADS, DIM, DIM, "float32", 50),
 )
 PLAIN = Layout.of(LayerGroup(GroupKind.FULL, (0, 1), HEADS, DIM, DIM, "float32"))
-KINDS = ("local", "read_only", "uds", "tcp")
 
 Kv = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
 
 
 @pytest.fixture(scope="module")
 def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Daemon]]:
-    """One that workers may write to by mapping, and one that they may only read."""
-    running = {
-        "writable": start_daemon(tmp_path_factory.mktemp("writable")),
-        "read_only": start_daemon(tmp_path_factory.mktemp("read_only"), host_writable="false"),
-    }
-    yield running
-    for daemon in running.values():
-        daemon.stop()
-        assert daemon.planner.state.stats.tokens.is_closed()
+    with two_daemons(tmp_path_factory) as running:
+        yield running
 
 
 @pytest.fixture(params=KINDS)
 def client(request: pytest.FixtureRequest, daemons: dict[str, Daemon]) -> Iterator[Client]:
-    daemon = daemons["read_only" if request.param == "read_only" else "writable"]
-    address = daemon.addresses[1] if request.param == "tcp" else f"unix://{daemon.config.socket}"
-    options = ClientOptions(timeout_s=20, store_timeout_s=20, local_channel=request.param in ("local", "read_only"))
-    with Client(address, options) as made:
+    with client_on(request.param, daemons) as made:
         yield made
-        assert made.stats().connects == 1
-        assert made.stats().failures == {}
 
 
 @pytest.fixture
 def fresh(request: pytest.FixtureRequest) -> bytes:
-    """A weights digest of the test's own."""
-    return request.node.name.encode().ljust(32, b".")[:24] + random.randbytes(8)
+    return digest_of_test(request)
 
 
 def kv(tokens: int, layers: int, seed: int) -> Kv:

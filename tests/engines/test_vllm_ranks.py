@@ -120,6 +120,7 @@ def test_stages_of_a_pipeline_store_and_load(
         stages.call("settle_ranks")
         again = stages.one(asked)
         assert (computed.cached, again.cached, again.tokens) == (0, 640, computed.tokens)
+        stages.call("settle_ranks")
         counts = stages.call("counts")
         assert (counts["entries"], counts["pinned_bytes"], counts["engine_requests"]) == (0, 0, 0)
     read = alone.one(asked)
@@ -131,32 +132,27 @@ def test_stages_of_a_pipeline_store_and_load(
 
 def test_windows_of_two_ranks(shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Layers with a window beside others without, in several KV cache groups, each split over two ranks."""
-    address = f"unix://{shared_daemon.socket}"
+    folder, address = checkpoints("gemma3"), f"unix://{shared_daemon.socket}"
     forked = prompt(9, 700, like=LONG[:512])
-    with Engine(checkpoints("gemma3"), address, log=tmp_path / "one", dtype="float32") as one:
+    with Engine(folder, address, log=tmp_path / "one", dtype="float32") as one:
         computed = one.one(LONG)
         if not one.call("reports_failures"):
             assert one.call("reason_off") == "engine_cannot_report_failure"
             pytest.skip("this vLLM cannot be told which requests' loads failed (failed_recving)")
         one.call("settle")
-    with Engine(checkpoints("gemma3"), address, log=tmp_path / "two", **PAIR) as two:
-        loaded = two.one(LONG)
-        assert (loaded.cached, loaded.tokens) == (640, computed.tokens)
-        own = two.one(LONG, cache_salt="two")
-        two.call("settle_ranks")
-        assert (own.cached, own.tokens) == (0, computed.tokens)
-        again = two.one(LONG, cache_salt="two")
-        assert (again.cached, again.tokens) == (640, computed.tokens)
-        part = two.one(forked, cache_salt="two")
-        assert (part.cached, part.tokens) == (512, two.one(forked, cache_salt="cold").tokens)
-        by_one, by_two = (
-            np.array(
-                [np.frombuffer(bytes.fromhex(each), np.float32) for each in two.call("stored", prompt=LONG, salt=s)]
-            )
-            for s in ("", "two")
-        )
-    assert by_one.shape == by_two.shape
-    assert np.allclose(by_one[:10], by_two[:10], rtol=1e-3, atol=1e-3)
+        with Engine(folder, address, log=tmp_path / "two", **PAIR) as two:
+            loaded = two.one(LONG)
+            assert (loaded.cached, loaded.tokens) == (640, computed.tokens)
+            other = two.one(OTHER)
+            part = two.one(forked)
+            assert (other.cached, part.cached) == (0, 512)
+            two.call("settle_ranks")
+            again = two.one(OTHER)
+            assert (again.cached, again.tokens) == (640, other.tokens)
+        loaded = one.one(OTHER)
+        assert (loaded.cached, loaded.tokens) == (640, other.tokens)
+        assert loaded.tokens == one.one(OTHER, cache_salt="cold").tokens
+        assert part.tokens == one.one(forked, cache_salt="cold").tokens
 
 
 def test_nothing_is_left_behind(alone: Engine, pair: Engine, shared_daemon: DaemonProcess) -> None:

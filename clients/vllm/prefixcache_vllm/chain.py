@@ -19,8 +19,8 @@ class RequestChain:
     def __init__(
         self, root: bytes, fingerprint: bytes, block_tokens: int, tokens: Sequence[int], extras: Sequence[Extra] = ()
     ) -> None:
-        """`tokens`: read later, by any thread; may grow behind what `keys` is asked for. `extras`: offsets count from the
-        request's first token. Raises ValueError for an extra that is none."""
+        """`tokens`: read later, by any thread; may grow behind what `keys` is asked for. `extras`: offsets count from
+        the request's first token. Raises ValueError for an extra that is none."""
         self.fingerprint = fingerprint
         self.block_tokens = block_tokens
         self._root = root

@@ -19,7 +19,3 @@ def test_numbers() -> None:
     second = scheduler_numbers({"loaded_tokens": 128}, {"not_stored": 1}, {"pooling": 2})
     assert difference(second, first) == {"loaded_tokens": 64, "left_alone.pooling": 2}
     assert added(worker, {"loads": 1, "hits": 1}) == worker | {"loads": 3, "hits": 1}
-
-
-def test_tokens_are_counted_by_one_rank() -> None:
-    assert worker_numbers(Counts(saved_blocks=3), 0) == {"saved_blocks": 3}

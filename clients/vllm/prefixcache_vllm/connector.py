@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -27,7 +27,7 @@ from prefixcache_vllm.orders import StepOrders
 from prefixcache_vllm.packing import Packing, PageShape, UnknownFormError, cpu_packing
 from prefixcache_vllm.ranks import Rank
 from prefixcache_vllm.removals import Removals
-from prefixcache_vllm.scheduler import SchedulerSide
+from prefixcache_vllm.scheduler import NOTHING, SchedulerSide
 from prefixcache_vllm.stats import PrefixCacheMetrics, PrefixCacheStats, metrics_page, stats_of
 from prefixcache_vllm.worker import Ended, WorkerSide
 
@@ -45,6 +45,9 @@ class PrefixCacheMetadata(base.KVConnectorMetadata):  # type: ignore[misc] # no 
 
     def __init__(self, orders: StepOrders) -> None:
         self.orders = orders
+
+
+_NO_ORDERS: Final = PrefixCacheMetadata(NOTHING)
 
 
 class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[misc] # a base that old versions lack
@@ -225,8 +228,8 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
 
     def build_connector_meta(self, scheduler_output: Any) -> PrefixCacheMetadata:
         """See the base class."""
-        orders = StepOrders() if self._sides is None else self._sides.step(scheduler_output)
-        return PrefixCacheMetadata(orders)
+        orders = NOTHING if self._sides is None else self._sides.step(scheduler_output)
+        return _NO_ORDERS if orders is NOTHING else PrefixCacheMetadata(orders)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """See the base class."""

@@ -58,9 +58,9 @@ class DraftSide(SchedulerSide):
             return
         found = self._found(entry)
         if entry is not None and entry.phase is Phase.ASKED:
-            self.book.reasons[TOO_LATE] += 1
+            self.book.count(TOO_LATE)
         elif 0 < found < external_tokens:
-            self.book.reasons[_SHORTER] += 1
+            self.book.count(_SHORTER)
         loaded = min(found, external_tokens)
         super().placed(request, block_ids, loaded)
         if request_id in self._loading:

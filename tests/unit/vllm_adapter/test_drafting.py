@@ -79,7 +79,7 @@ def test_both_are_asked_and_loaded_together(sides: Sides) -> None:
     assert (main.from_token, main.to_token, main.pages) == (draft.from_token, draft.to_token, draft.pages)
     assert main.fingerprint != draft.fingerprint == IDENTITY.fingerprint()
     root = Namespace(IDENTITY).epoch.root
-    assert sides.draft_asker.asked[0].question.keys == block_keys(root, each.all_token_ids, SIZE)
+    assert sides.draft_asker.asked[0].question.prompt.keys == block_keys(root, each.all_token_ids, SIZE)
     sides.arrive(each)
     each.output = list(range(500, 600))
     (order,) = sides.compute(each, TABLE, 80)
@@ -204,7 +204,7 @@ def test_adapters_are_the_models(sides: Sides, tmp_path: Any) -> None:
     sides.admit(request("adapted", lora_request=lora), list(range(40, 50)), main=0, draft=0)
     plain, adapted = (ask.question.namespace.epoch.fingerprint for ask in sides.main_asker.asked)
     assert plain != adapted
-    assert sides.draft_asker.asked[0].question.keys == sides.draft_asker.asked[1].question.keys
+    assert sides.draft_asker.asked[0].question.prompt.keys == sides.draft_asker.asked[1].question.prompt.keys
 
 
 def test_a_preempted_request_begins_anew(sides: Sides) -> None:

@@ -11,7 +11,7 @@ Rules:
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Final
 
 from prefixcache.identity.fingerprint import NamespaceIdentity
@@ -33,8 +33,6 @@ log = logging.getLogger("prefixcache_vllm")
 _IMAGE: Final = "mm"
 _RUNNING: Final = "RUNNING"
 _OVERLAP: Final = 2
-_DRAFT_MODEL: Final = "draft_model"
-"""Counted for each request whose prefix was loaded for the model but not for its draft model."""
 _MAX_ROOTS: Final = 1024
 """Roots of salts that are remembered: as many tenants as send requests at a time."""
 NOTHING: Final = StepOrders()
@@ -69,6 +67,8 @@ class SchedulerSide:
         self.book = RequestBook(limits, asker)
         self.skipped: Counter[str] = Counter()
         """Requests left alone, by reason."""
+        self.without_draft: Counter[str] = Counter()
+        """Requests that began with a prefix their draft model has no KV of, because it is never kept, by reason."""
         self._requests: dict[str, Any] = {}
         self._tables = BlockTables()
         self._orders = StepOrders()
@@ -111,8 +111,9 @@ class SchedulerSide:
         ticket = self.book.placed(entry, external_tokens)
         if ticket is None:
             return
-        if self._engine.draft_layers:
-            self.book.count(_DRAFT_MODEL)
+        if self._engine.draft_off:
+            self.without_draft[self._engine.draft_off] += 1
+            self._skips = True
         first, end = entry.from_token, entry.from_token + external_tokens
         # The last block may hold more than fits: an engine that computes the last token itself has asked for less.
         order = LoadOrder(
@@ -133,7 +134,7 @@ class SchedulerSide:
         self._tables.step(scheduler_output)
         orders, self._orders = self._orders, StepOrders()
         if self._saves:
-            self._save_scheduled(orders, scheduled)
+            self._save_scheduled(orders, scheduler_output)
         orders.leaving = self._leaving(scheduler_output)
         if self._running != scheduled.keys() or orders.leaving:
             self._running = (self._running - orders.leaving).union(scheduled)
@@ -194,7 +195,7 @@ class SchedulerSide:
             "looked_up_tokens": book.looked_up_tokens,
             "loaded_tokens": book.loaded_tokens,
         }
-        now = scheduler_numbers(totals, book.reasons, self.skipped)
+        now = scheduler_numbers(totals, book.reasons, self.skipped, self.without_draft)
         new, self._told = difference(now, self._told), now
         return new
 
@@ -224,7 +225,7 @@ class SchedulerSide:
         known = self.book.get(request_id)
         if known is not None and not known.stale:
             return known
-        reason = _left_alone(request)
+        reason = self._left_alone(request)
         if not reason:
             try:
                 entry = self.book.enter(request_id, lambda: self._begin(request))
@@ -236,6 +237,16 @@ class SchedulerSide:
         self.skipped[reason] += 1
         self._skips = True
         return None
+
+    def _left_alone(self, request: Any) -> str:
+        """Why a request's KV is not cached; "" where it is."""
+        if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+            return "prompt_embeds"
+        if getattr(request, "pooling_params", None) is not None:
+            return "pooling"
+        if getattr(request, "resumable", False):
+            return "streaming_input"
+        return ""
 
     def _begin(self, request: Any) -> tuple[Namespace, RequestChain]:
         namespace = self._namespace(request)
@@ -269,11 +280,11 @@ class SchedulerSide:
         self._identities[namespace.epoch.fingerprint] = identity
         return namespace
 
-    def _save_scheduled(self, orders: StepOrders, scheduled: Mapping[str, int]) -> None:
+    def _save_scheduled(self, orders: StepOrders, scheduler_output: Any) -> None:
         """Order what becomes whole in this step. Nearly every request of nearly every step only decodes a token: that
         must cost next to nothing, and vLLM's tables, which are made when they are asked for, are left alone."""
         size = self._options.block_tokens
-        for request_id, count in scheduled.items():
+        for request_id, count in scheduler_output.num_scheduled_tokens.items():
             request, entry = self._requests.get(request_id), self.book.get(request_id)
             if request is None or entry is None:
                 continue
@@ -334,17 +345,6 @@ class SchedulerSide:
 
     def _name(self, orders: StepOrders, fingerprint: bytes) -> None:
         orders.namespaces[fingerprint] = self._identities[fingerprint]
-
-
-def _left_alone(request: Any) -> str:
-    """Why a request's KV is not cached; "" where it is."""
-    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
-        return "prompt_embeds"
-    if getattr(request, "pooling_params", None) is not None:
-        return "pooling"
-    if getattr(request, "resumable", False):
-        return "streaming_input"
-    return ""
 
 
 def _images(request: Any) -> tuple[tuple[str, int, int], ...]:

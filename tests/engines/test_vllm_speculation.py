@@ -14,6 +14,7 @@ import pytest
 from tests.e2e.processes import DaemonProcess
 from tests.engines.conftest import Checkpoints
 from tests.engines.test_vllm import prompt
+from tests.engines.test_vllm_ranks import PAIR
 from tests.engines.transformers_side import MAX_KL, TransformersSide
 from tests.engines.vllm_engine import Engine
 
@@ -131,3 +132,20 @@ def test_what_vllms_own_cache_holds_of_a_draft_model(
         columns, kl = draft.moved([*longer, *prompt(45, 60)])
         assert columns == 896
         assert kl <= MAX_KL
+
+
+@needs_draft_models
+def test_a_draft_model_on_two_ranks(shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    small, written = checkpoints("draft"), prompt(901, 700)
+    speculation = DRAFTS | {"model": str(small), "draft_tensor_parallel_size": 2}
+    settings = PAIR | {"speculative_config": speculation, "connector": CONNECTOR}
+    address = f"unix://{shared_daemon.socket}"
+    with Engine(checkpoints("llama"), address, log=tmp_path / "log", **settings) as engine:
+        own = engine.call("speculated", prompt=written, max_tokens=ANSWER)
+        engine.call("settle_ranks")
+        loaded = engine.call("speculated", prompt=written, max_tokens=ANSWER)
+        assert (own["cached"], loaded["cached"]) == (0, 640)
+        assert engine.call("counts")["draft"]["loaded_tokens"] == 640
+        assert len(engine.call("stored", prompt=written, draft=True)) == 10
+        assert loaded["tokens"] == own["tokens"]
+        assert accepted(loaded) >= 0.9 * accepted(own) > 0

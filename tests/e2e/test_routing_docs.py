@@ -1,5 +1,6 @@
 """The commands and the program of docs/routing.md, as they stand there, on a daemon that holds something."""
 
+import ast
 import json
 import os
 import re
@@ -58,3 +59,16 @@ def test_program(environ: dict[str, str]) -> None:
     assert found is not None
     print_it = "\nprint(sum(len(tiers) for tiers in known.tiers.values()))\n"
     assert run(["-c", found.group(1) + print_it], environ).strip() == str(BLOCKS)
+
+
+def test_the_router_is_as_short_as_it_says() -> None:
+    path = re.search(r"\]\(\.\./(clients/vllm/examples/router\.py)\), thirty lines without its imports", TEXT)
+    assert path is not None
+    source = (ROOT / path.group(1)).read_text()
+    aside = set()
+    for node in ast.walk(ast.parse(source)):
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if docstring or isinstance(node, ast.Import | ast.ImportFrom):
+            aside |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = [line for number, line in enumerate(source.splitlines(), 1) if line.strip() and number not in aside]
+    assert len(lines) <= 30

@@ -35,26 +35,38 @@ def generate(
     return [_output(each) for each in llm.generate(asked, parameters, use_tqdm=False, lora_request=adapter)]
 
 
-def moved(llm: Any, prompts: list[list[int]]) -> dict[str, float]:
-    """How far next-token distributions of loaded prompts are from those of the engine's own prefill: the mean KL
-    divergence in nats, and the fewest tokens that were loaded of a prompt."""
-    import math
+def moved(llm: Any, prompts: list[list[int]], start: int) -> dict[str, list[float]]:
+    """How far the distributions of what follows each token from `start` on are from those of the engine's own prefill,
+    for prompts of which `start` tokens are loaded: of each prompt the mean KL divergence in nats, and what was
+    loaded."""
+    from tests.engines.transformers_side import divergence
 
+    kls, cached = [], []
+    # One at a time: a batch's kernels round in another way.
+    for each in prompts:
+        loaded, found = _logits(llm, each, start)
+        own, none = _logits(llm, each, start, skip_reading_prefix_cache=True)
+        assert none == 0
+        kls.append(divergence(own, loaded))
+        cached.append(float(found))
+    return {"kl": kls, "cached": cached}
+
+
+def _logits(llm: Any, prompt: list[int], start: int, **sampling: Any) -> tuple[Any, int]:
+    """Logits after each token from `start` on [tokens, vocabulary], and how many tokens were not computed."""
     from vllm import SamplingParams
 
-    def ask(**more: Any) -> list[Any]:
-        parameters = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False, **more)
-        # One at a time: a batch's kernels round in another way.
-        return [llm.generate([{"prompt_token_ids": each}], parameters, use_tqdm=False)[0] for each in prompts]
-
-    loaded, own = ask(), ask(skip_reading_prefix_cache=True)
-    total = 0.0
-    for ours, theirs in zip(loaded, own, strict=True):
-        q, p = (answer.outputs[0].logprobs[0] for answer in (ours, theirs))
-        total += sum(math.exp(each.logprob) * (each.logprob - q[token].logprob) for token, each in p.items())
-    cached = [each.num_cached_tokens or 0 for each in loaded]
-    assert not any(each.num_cached_tokens for each in own)
-    return {"kl": total / len(prompts), "cached": min(cached)}
+    model = _core(llm).model_executor.driver_worker.worker.model_runner.get_model()
+    steps: list[Any] = []
+    hook = model.register_forward_hook(lambda *call: steps.append(call[-1].clone()))
+    try:
+        parameters = SamplingParams(temperature=0, max_tokens=1, detokenize=False, **sampling)
+        answer = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)[0]
+    finally:
+        hook.remove()
+    # vLLM itself asks for logits of the last token only: all positions of a prompt would be a cache's business too.
+    (hidden,) = steps
+    return model.compute_logits(hidden[start - len(prompt) :]), answer.num_cached_tokens or 0
 
 
 def settle(llm: Any) -> None:

@@ -1,7 +1,7 @@
-"""The OpenAI server with the documented flag. First without a daemon, beside a server without the connector: as fast, the
-same tokens, and reuse begins when the daemon does. Killed and restarted, its prompts are still there. Then, under one
-server that goes on: the daemon frozen, killed in the middle of a load, full, restarted; the same tokens, in time, and
-reuse comes back by itself.
+"""The OpenAI server with the documented flag. First without a daemon, beside a server without the connector: as fast,
+the same tokens, and reuse begins when the daemon does. Killed and restarted, its prompts are still there. Then, under
+one server that goes on: the daemon frozen, killed in the middle of a load, full, restarted; the same tokens, in time,
+and reuse comes back by itself.
 
 One server after the other, and the tests in the order of the file: a server takes a minute to start.
 """

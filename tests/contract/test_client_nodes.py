@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from prefixcache.server.app import Daemon
-from prefixcache_client import Client, LookupResult, Namespace, Nodes
-from prefixcache_client.nodes import NAMESPACES_S, NOT_SERVED
+from prefixcache_client import Client, LookupResult, Namespace, Nodes, ServedNamespace
+from prefixcache_client.nodes import NAMESPACES_S, NONE_S, NOT_SERVED
 from tests.contract.conftest import start_daemon, stop_daemon
 from tests.contract.test_client_watch import prompt, store
 from tests.unit.client.conftest import BLOCK_TOKENS, DIGEST, FAST, LAYOUT
@@ -80,7 +80,7 @@ def test_a_namespace_that_opens_later_is_found(daemons: list[Daemon]) -> None:
             assert (await nodes.lookup(LONG))["one"].reason == NOT_SERVED
             await asyncio.to_thread(put, one, LONG)
             assert (await nodes.lookup(LONG))["one"].tokens == 0, "not asked for again at once"
-            clock.now += NAMESPACES_S
+            clock.now += NONE_S
             assert (await nodes.lookup(LONG))["one"].tokens == 5 * BLOCK_TOKENS
             await asyncio.to_thread(put, one, OTHER, b"o" * 32)
             clock.now += NAMESPACES_S  # asked for again, and no request waits for it
@@ -89,3 +89,22 @@ def test_a_namespace_that_opens_later_is_found(daemons: list[Daemon]) -> None:
             assert (await nodes.lookup(LONG))["one"].tokens == 5 * BLOCK_TOKENS
 
     asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_host_that_does_not_answer_takes_a_tenth_of_the_time(daemons: list[Daemon]) -> None:
+    clock, asked = Clock(), []
+
+    async def silent(**_: object) -> list[ServedNamespace]:
+        asked.append(clock.now)
+        clock.now += 1.0
+        return []
+
+    async def work() -> None:
+        async with Nodes({"far": f"unix://{daemons[0].config.socket}"}, FAST, clock=clock) as nodes:
+            nodes._nodes["far"].client.served_namespaces = silent  # type: ignore[method-assign] # a host that is gone
+            while clock.now < 200:
+                assert (await nodes.lookup(LONG))["far"].reason == NOT_SERVED
+                clock.now += 0.5
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    assert 8 <= len(asked) <= 10

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from prefixcache_client import Client
-from tests.e2e.processes import DaemonProcess
+from tests.e2e.processes import DaemonProcess, wait_until
 from tests.unit.client.conftest import BLOCK_TOKENS, DIGEST, FAST, LAYOUT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,8 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     with Client(f"unix://{daemon.socket}", FAST) as client:
         ns = client.namespace(LAYOUT, DIGEST, block_tokens=BLOCK_TOKENS, label="a model")
         tokens = list(range(1, BLOCKS * BLOCK_TOKENS + 1))
-        assert client.store(ns, tokens, np.zeros((BLOCKS, ns.block_bytes), np.uint8)).stored_blocks == BLOCKS
+        blocks = np.zeros((BLOCKS, ns.block_bytes), np.uint8)
+        assert wait_until(lambda: client.store(ns, tokens, blocks).reason == "")  # a busy machine answers late
         yield {**os.environ, "PREFIXCACHE_ADDRESS": f"unix://{daemon.socket}"}
     daemon.kill()
 

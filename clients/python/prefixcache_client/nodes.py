@@ -17,7 +17,12 @@ from prefixcache_client.results import LookupResult
 from prefixcache_client.served import ServedNamespace
 
 NAMESPACES_S: Final = 5.0
-"""For how long a daemon's namespaces are taken as known: workers open one at their start and with new weights."""
+"""For how long a daemon's namespaces are taken as known: workers open one with their first request, and one with new
+weights."""
+NONE_S: Final = 0.25
+"""The same where none is known."""
+LONGEST_SHARE: Final = 0.1
+"""Of the time, that may be spent asking: a host that does not answer costs a whole deadline."""
 
 NOT_SERVED: Final = "not_served"
 """Why a daemon of which no namespace is known holds nothing: no worker has opened one, or it was never reached."""
@@ -72,13 +77,12 @@ class _Node:
         self.client = client
         self._tenant_key, self._cache_salt, self._clock = tenant_key, cache_salt, clock
         self._namespaces: list[ServedNamespace] = []
-        self._asked_at = float("-inf")
+        self._again_at = float("-inf")
         self._asking: asyncio.Task[None] | None = None
 
     async def lookup(self, packed: bytes | memoryview) -> LookupResult:
         """See Nodes.lookup. Waits for the namespaces where none is known; else they are asked for behind it."""
-        if self._clock() >= self._asked_at + NAMESPACES_S:
-            self._asked_at = self._clock()
+        if (self._asking is None or self._asking.done()) and self._clock() >= self._again_at:
             self._asking = asyncio.create_task(self._ask())
         if self._asking is not None and not self._namespaces:
             await asyncio.shield(self._asking)  # others may wait for it too
@@ -92,5 +96,8 @@ class _Node:
         await self.client.close()
 
     async def _ask(self) -> None:
+        began = self._clock()
         served = await self.client.served_namespaces(tenant_key=self._tenant_key, cache_salt=self._cache_salt)
         self._namespaces = served or self._namespaces
+        ended = self._clock()
+        self._again_at = ended + max(NAMESPACES_S if self._namespaces else NONE_S, (ended - began) / LONGEST_SHARE)

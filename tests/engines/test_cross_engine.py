@@ -24,7 +24,7 @@ from tests.engines.vllm_engine import Engine
 
 SHARED, OWN = 10 * BLOCK, 60
 SPOKEN = 16
-RANDOM_TEXTS = 6
+SEEDS = 106, 223
 
 
 class Kind(NamedTuple):
@@ -39,8 +39,8 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("llama", "bfloat16", MAX_KL, 4, RANDOM_TEXTS),
-    Kind("llama", "float16", MAX_KL / 10, 4, RANDOM_TEXTS),
+    Kind("llama", "bfloat16", MAX_KL, 4, 6),
+    Kind("llama", "float16", MAX_KL / 10, 4, 6),
     # Its own KV, computed with another of Transformers' attention kernels, moves it by as much (docs/transformers.md).
     Kind("smollm2", "bfloat16", 3 * MAX_KL, 1, 7),
     Kind("smollm2", "float32", MAX_KL / 1000, 1, 2),
@@ -48,8 +48,7 @@ KINDS = (
 
 
 class Pair(NamedTuple):
-    """Both engines over one checkpoint and one daemon, and texts for each to store: the same but for one token at both
-    ends, so that none is known before."""
+    """Both engines over one checkpoint and one daemon, and texts for each to store."""
 
     kind: Kind
     vllm: Engine
@@ -66,13 +65,7 @@ def pair(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
     kind: Kind = request.param
-    count = SHARED + OWN + 1
-    if kind.model == "smollm2":
-        folder = ensure_smollm2()
-        ids = token_ids(folder, count)[: kind.texts]
-    else:
-        folder = checkpoints(kind.model)
-        ids = [prompt(100 + seed, count) for seed in range(kind.texts)]
+    folder = ensure_smollm2() if kind.model == "smollm2" else checkpoints(kind.model)
     address = f"unix://{shared_daemon.socket}"
     log = tmp_path_factory.mktemp(kind.model) / "log"
     settings = {"max_model_len": 2048, "dtype": kind.dtype, "connector": {"ask_timeout_s": 5.0}}
@@ -80,7 +73,17 @@ def pair(
         Engine(folder, address, log=log, **settings) as vllm,
         TransformersSide(folder, address, getattr(torch, kind.dtype)) as transformers,
     ):
-        yield Pair(kind, vllm, transformers, [each[:-1] for each in ids], [each[1:] for each in ids])
+        yield Pair(kind, vllm, transformers, *_texts(kind, folder))
+
+
+def _texts(kind: Kind, folder: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """For each engine as many; none begins like another."""
+    count = SHARED + OWN
+    if kind.model == "smollm2":
+        ids = token_ids(folder, count + 1)[: kind.texts]
+        return [each[:-1] for each in ids], [each[1:] for each in ids]
+    one, other = ([prompt(seed + each, count) for each in range(kind.texts)] for seed in SEEDS)
+    return one, other
 
 
 def held(pair: Pair, reader: str, kls: list[float]) -> None:

@@ -43,7 +43,6 @@ KINDS = (
     Kind("llama", "float16", MAX_KL / 10, 4, 6),
     # Its own KV, computed with another of Transformers' attention kernels, moves it by as much (docs/transformers.md).
     Kind("smollm2", "bfloat16", 3 * MAX_KL, 1, 7),
-    Kind("smollm2", "float32", MAX_KL / 1000, 1, 2),
 )
 
 

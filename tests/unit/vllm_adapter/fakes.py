@@ -1,5 +1,6 @@
 """Stand-ins: an asker that answers when told to, tickets, and what vLLM hands over, with only the attributes it has."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -86,16 +87,29 @@ class FakeRequest:
     status: Any = field(default_factory=lambda: SimpleNamespace(name="RUNNING"))
 
     @property
-    def all_token_ids(self) -> list[int]:
-        return (self.prompt_token_ids or []) + self.output
+    def all_token_ids(self) -> "FakeTokens":
+        return FakeTokens(self)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.all_token_ids)
+        return len((self.prompt_token_ids or []) + self.output)
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids or [])
+
+
+@dataclass
+class FakeTokens(Sequence[int]):
+    """A view of a request's tokens that grows with them."""
+
+    request: FakeRequest
+
+    def __getitem__(self, item: Any) -> Any:
+        return ((self.request.prompt_token_ids or []) + self.request.output)[item]
+
+    def __len__(self) -> int:
+        return self.request.num_tokens
 
 
 def step(scheduled: dict[str, int], tables: dict[str, tuple[list[int], ...]], **more: Any) -> Any:

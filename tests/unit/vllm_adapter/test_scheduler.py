@@ -199,17 +199,17 @@ def test_salt_images_and_epochs_change_the_keys(asker: FakeAsker) -> None:
     image.mm_features = [SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=70))]
     for each in (plain, salted, image):
         side.matched(each, 0)
-        keys.add(asker.asked[-1].question.keys)
-    first = asker.asked[0].question.keys
+        keys.add(asker.asked[-1].question.prompt.keys)
+    first = asker.asked[0].question.prompt.keys
     assert first == block_keys(NAMESPACE.epoch.root, plain.all_token_ids, SIZE)
-    assert asker.asked[1].question.keys == block_keys(
+    assert asker.asked[1].question.prompt.keys == block_keys(
         root_key(NAMESPACE.epoch.fingerprint, cache_salt=b"s"), plain.all_token_ids, SIZE
     )
-    assert asker.asked[2].question.keys[:32] == first[:32], "the image begins in the second block"
+    assert asker.asked[2].question.prompt.keys[:32] == first[:32], "the image begins in the second block"
     side.reset()
     again = request("d")
     side.matched(again, 0)
-    keys.add(asker.asked[-1].question.keys)
+    keys.add(asker.asked[-1].question.prompt.keys)
     assert len(keys) == 4
     assert side.book.get("a") is not None
 
@@ -223,7 +223,7 @@ def test_images_separate_from_where_they_begin(asker: FakeAsker) -> None:
             SimpleNamespace(identifier=image, mm_position=SimpleNamespace(offset=offset)) for image, offset in images
         ]
         side.matched(each, 0)
-        keys = asker.asked[-1].question.keys
+        keys = asker.asked[-1].question.prompt.keys
         return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
     def shared(one: list[bytes], other: list[bytes]) -> int:
@@ -245,7 +245,7 @@ def test_adapters_are_their_bytes_also_when_loaded_in_place(asker: FakeAsker, tm
         each = request(name)
         each.lora_request = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path=str(tmp_path), **more)
         side.matched(each, 0)
-        return asker.asked[-1].question.keys
+        return asker.asked[-1].question.prompt.keys
 
     def write(value: float) -> None:
         save_file({"a": torch.full((2, 2), value)}, tmp_path / "adapter_model.safetensors")
@@ -267,26 +267,26 @@ def test_a_request_whose_every_token_must_be_computed_is_not_looked_up(asker: Fa
     assert side.matched(each, 0) == (0, False)
     side.placed(each, ([],), 0)
     assert not asker.asked
-    assert not asker.hints
+    assert [hint.only_keys for hint in asker.hints] == [True], "what it computes is stored under its keys"
     assert side.step(step({"r": 200}, {"r": (list(range(10, 17)),)})).saves, "what it computes is stored"
 
 
-def test_what_a_draft_model_lacks_is_counted(asker: FakeAsker) -> None:
-    side = SchedulerSide(dataclasses.replace(engine(), draft_layers=2), Options(), asker)
+def test_what_a_drafter_lacks_whose_kv_is_not_kept_is_counted(asker: FakeAsker) -> None:
+    side = SchedulerSide(dataclasses.replace(engine(), draft_layers=2, draft_off="eagle"), Options(), asker)
     admit(side, asker, request(), list(range(10, 17)), found=2)
-    assert side.book.reasons == {"draft_model": 1}
+    assert side.numbers()["draft_not_loaded.eagle"] == 1
 
 
 def test_an_arrival_is_hinted_at_without_a_lease(asker: FakeAsker) -> None:
     side, each = side_of(asker), request()
     side.arrived(each)
     side.arrived(request("short", 10))
-    assert [blocks_of(hint.question.keys) for hint in asker.hints] == [3]
+    assert [blocks_of(hint.question.prompt.keys) for hint in asker.hints] == [3]
     assert not asker.asked
     assert side.book.pinned_bytes == 0
     assert asker.hints[0].wanted
     side.matched(each, 0)
-    assert asker.asked[0].question.keys == asker.hints[0].question.keys
+    assert asker.asked[0].question.prompt.keys == asker.hints[0].question.prompt.keys
     assert not asker.hints[0].wanted, "asked for itself by now"
 
 
@@ -302,6 +302,31 @@ def test_a_step_that_asks_again_looks_at_nothing_else(asker: FakeAsker) -> None:
     side.matched(each, 0)
     side._catch_up = None  # type: ignore[assignment, method-assign] # may not be called
     assert side.matched(each, 0) == (None, False)
+
+
+def test_prompts_are_hashed_on_other_threads(asker: FakeAsker, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counted(parent: bytes, tokens: list[int], size: int, extras: Any) -> bytes:
+        hashed.append(len(tokens))
+        return block_keys(parent, tokens, size, extras)
+
+    monkeypatch.setattr("prefixcache_vllm.chain.block_keys", counted)
+    side, each = side_of(asker), request(tokens=300)
+    table = list(range(10, 22))
+    side.arrived(each)
+    assert side.matched(each, 0) == (None, False)
+    assert not hashed
+    keys = asker.asked[0].question.prompt.keys  # as an asking thread does
+    assert hashed == [256]
+    asker.tell(0)
+    assert side.matched(each, 0) == (0, False)
+    side.placed(each, (table,), 0)
+    (order,) = side.step(step({"r": 300}, {"r": (table,)})).saves
+    assert order.keys == keys
+    each.num_computed_tokens, each.output = 300, [7]
+    assert side.finished(each, (table,))
+    assert hashed == [256], "nor for tokens that fill no block"
 
 
 def test_a_root_is_made_once_for_each_salt(asker: FakeAsker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,4 +375,6 @@ def test_roles(asker: FakeAsker) -> None:
     writer = SchedulerSide(engine(), Options(), asker, loads=False)
     assert writer.matched(each, 0) == (0, False)
     writer.placed(each, ([1] * 10,), 0)
+    writer.arrived(each)
+    assert asker.hints[-1].only_keys
     assert writer.step(step({"r": 200}, {"r": ([1] * 10,)})).saves

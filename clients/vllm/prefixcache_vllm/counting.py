@@ -47,12 +47,12 @@ def worker_numbers(counts: Counts, block_tokens: int) -> Numbers:
 
 def scheduler_numbers(totals: Mapping[str, int], reasons: Mapping[str, int], skipped: Mapping[str, int]) -> Numbers:
     """What the scheduler's side decided, since it began."""
-    return _nonzero(dict(totals) | _named("not_loaded", reasons) | _named("left_alone", skipped))
+    return {**totals, **_named("not_loaded", reasons), **_named("left_alone", skipped)}
 
 
 def difference(now: Numbers, before: Numbers) -> Numbers:
-    """What was added since."""
-    return _nonzero({name: value - before.get(name, 0) for name, value in now.items()})
+    """What was added since; names without zeros."""
+    return {name: new for name, value in now.items() if (new := value - before.get(name, 0))}
 
 
 def added(one: Numbers, other: Numbers) -> Numbers:

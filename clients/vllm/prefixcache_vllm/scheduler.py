@@ -35,6 +35,7 @@ _RUNNING: Final = "RUNNING"
 _OVERLAP: Final = 2
 _DRAFT_MODEL: Final = "draft_model"
 """Counted for each request whose prefix was loaded for the model but not for its draft model."""
+_NOBODY: Final[frozenset[str]] = frozenset()
 _MAX_ROOTS: Final = 1024
 """Roots of salts that are remembered: as many tenants as send requests at a time."""
 NOTHING: Final = StepOrders()
@@ -135,7 +136,7 @@ class SchedulerSide:
         if self._saves:
             self._save_scheduled(orders, scheduled)
         orders.leaving = self._leaving(scheduler_output)
-        if self._running != scheduled.keys() or orders.leaving:
+        if orders.leaving or self._running != scheduled.keys():
             self._running = (self._running - orders.leaving).union(scheduled)
         if self._closing:
             orders.closing, self._closing = frozenset(self._closing), set()
@@ -153,7 +154,7 @@ class SchedulerSide:
             return False
         if not entry.stale and not self._options.prompt_only and len(self._engine.groups) == 1:
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
-            self._save(self._orders, entry, request, computed, block_ids)
+            self._save(self._orders, entry, request, self._known(request, computed), block_ids)
         if not entry.saves or len(self._engine.groups) > 1:
             return False  # pages of several groups are copied in their step
         self._closing.add(request_id)
@@ -211,8 +212,11 @@ class SchedulerSide:
 
     def _leaving(self, scheduler_output: Any) -> frozenset[str]:
         """Requests that lost their blocks since the last step. Not every version says so; the status does."""
+        told = getattr(scheduler_output, "preempted_req_ids", None)
         left_out = self._running.difference(scheduler_output.num_scheduled_tokens)
-        preempted = set(getattr(scheduler_output, "preempted_req_ids", None) or ())
+        if not left_out and not told:
+            return _NOBODY
+        preempted = set(told or ())
         for request_id in left_out:
             request = self._requests.get(request_id)
             if request is not None and request.status.name != _RUNNING:
@@ -227,7 +231,7 @@ class SchedulerSide:
         reason = _left_alone(request)
         if not reason:
             try:
-                entry = self.book.enter(request_id, lambda: self._begin(request))
+                entry = self.book.enter(Entry(request_id, *self._begin(request)))
                 self._requests[request_id] = request
                 return entry
             except CannotShareError as error:
@@ -278,21 +282,19 @@ class SchedulerSide:
             if request is None or entry is None:
                 continue
             computed = request.num_computed_tokens + count
-            if computed // size > entry.saved_blocks and self._known(request, computed) // size > entry.saved_blocks:
-                self._save(orders, entry, request, computed, self._tables.get(request_id))
+            if computed // size <= entry.saved_blocks:
+                continue
+            known = self._known(request, computed)
+            if known // size > entry.saved_blocks and (table := self._tables.get(request_id)) is not None:
+                self._save(orders, entry, request, known, table)
 
     def _known(self, request: Any, computed: int) -> int:
         """Of `computed` tokens those to save. Tokens not known yet (drafts, results on their way) wait."""
         most: int = request.num_prompt_tokens if self._options.prompt_only else request.num_tokens
         return min(computed, most)
 
-    def _save(
-        self, orders: StepOrders, entry: Entry, request: Any, computed: int, table: tuple[list[int], ...] | None
-    ) -> None:
-        """Order what is whole when `computed` tokens are."""
-        known = self._known(request, computed)
-        if table is None or known // self._options.block_tokens <= entry.saved_blocks:
-            return
+    def _save(self, orders: StepOrders, entry: Entry, request: Any, known: int, table: tuple[list[int], ...]) -> None:
+        """Order what is whole of the first `known` tokens."""
         blocks = self.book.to_save(entry, known)
         if not blocks:
             return

@@ -57,11 +57,30 @@ def moved(llm: Any, prompts: list[list[int]]) -> dict[str, float]:
     return {"kl": total / len(prompts), "cached": min(cached)}
 
 
+def speculated(llm: Any, prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
+    """One request's output as `generate` answers it, with how many tokens were proposed, and how many of them the model
+    would have said itself. `more`: as of `generate`."""
+    core = _core(llm)
+    original, seen = core.scheduler.update_from_output, {"proposed": 0, "accepted": 0}
+
+    def counted(scheduled: Any, output: Any) -> Any:
+        for request_id, proposals in scheduled.scheduled_spec_decode_tokens.items():
+            seen["proposed"] += len(proposals)
+            seen["accepted"] += len(output.sampled_token_ids[output.req_id_to_index[request_id]]) - 1
+        return original(scheduled, output)
+
+    core.scheduler.update_from_output = counted
+    try:
+        return generate(llm, [prompt], max_tokens, **more)[0] | seen
+    finally:
+        core.scheduler.update_from_output = original
+
+
 def settle(llm: Any) -> None:
     """Step until everything is saved and nothing is kept for it."""
     core, until = llm.llm_engine.engine_core.engine_core, time.monotonic() + WAIT_S
-    transfers = _worker(llm).transfers
-    while core.scheduler.has_requests() or transfers.busy:
+    sides = [_worker(llm), *([draft] if (draft := _draft_worker(llm)) else [])]
+    while core.scheduler.has_requests() or any(side.transfers.busy for side in sides):
         core.step_fn()
         assert time.monotonic() < until, "saves do not end"
 
@@ -79,6 +98,21 @@ def counts(llm: Any) -> dict[str, Any]:
         "requests": len(scheduler._requests),
         "free_blocks": _core(llm).scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         "engine_requests": len(_core(llm).scheduler.requests),
+        "without_draft": dict(scheduler.without_draft),
+        "draft": _draft_counts(_draft_scheduler(llm)),
+    }
+
+
+def _draft_counts(side: Any) -> dict[str, Any]:
+    """What a draft model's side knows; empty without one."""
+    if side is None:
+        return {}
+    return {
+        "reasons": dict(side.book.reasons),
+        "loaded_tokens": side.book.loaded_tokens,
+        "entries": len(side.book),
+        "pinned_bytes": side.book.pinned_bytes,
+        "known": len(side._trust),
     }
 
 
@@ -94,9 +128,9 @@ def reports_failures(llm: Any) -> bool:
     return hasattr(base, "KVConnectorTransferResults")
 
 
-def fingerprint(llm: Any) -> str:
-    """The namespace of requests without adapter."""
-    namespace = _scheduler(llm)._namespaces[""]
+def fingerprint(llm: Any, *, draft: bool = False) -> str:
+    """The namespace of requests without adapter, or that of the draft model."""
+    namespace = (_draft_scheduler(llm) if draft else _scheduler(llm))._namespaces[""]
     return str(namespace.epoch.fingerprint.hex())
 
 
@@ -112,6 +146,17 @@ def _worker(llm: Any) -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group()._worker
+
+
+def _draft_worker(llm: Any) -> Any:
+    """The worker's side of a draft model; None without one."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return getattr(get_kv_transfer_group()._workers, "_draft", None)
+
+
+def _draft_scheduler(llm: Any) -> Any:
+    return getattr(_core(llm).scheduler.connector._sides, "_draft", None)
 
 
 def _output(request: Any) -> dict[str, Any]:
@@ -400,12 +445,13 @@ def settle_ranks(llm: Any) -> None:
         assert time.monotonic() < until, "saves do not end"
 
 
-def stored(llm: Any, prompt: list[int], salt: str) -> list[str]:
-    """The bytes of a prompt's blocks in the daemon, as hex digits."""
+def stored(llm: Any, prompt: list[int], salt: str = "", *, draft: bool = False) -> list[str]:
+    """The bytes of a prompt's blocks in the daemon, as hex digits; of the model, or of its draft model."""
     from prefixcache.identity.keys import block_keys, root_key
     from prefixcache_client import PromptKeys
 
-    namespace, client = _scheduler(llm)._namespaces[""], _core(llm).scheduler.connector._client
+    side, client = _draft_scheduler(llm) if draft else _scheduler(llm), _core(llm).scheduler.connector._client
+    namespace = side._namespaces[""]
     root = root_key(namespace.epoch.fingerprint, cache_salt=salt.encode())
     keys = block_keys(root, prompt, namespace.block_tokens)
     found = []

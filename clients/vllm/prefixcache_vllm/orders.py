@@ -52,6 +52,8 @@ class StepOrders:
 
     `namespaces`: the identities behind the fingerprints in it. `leaving`: requests whose pages may get other owners in
     this very step. `closing`: finished requests whose pages are kept until the worker says that their saves are over.
+    `draft`: what is to be done for a draft model; there `late_saves` are of tokens that it computes after the model, at
+    the very end of the step.
     """
 
     loads: list[LoadOrder] = field(default_factory=list)
@@ -59,10 +61,12 @@ class StepOrders:
     leaving: frozenset[str] = frozenset()
     closing: frozenset[str] = frozenset()
     namespaces: dict[bytes, NamespaceIdentity] = field(default_factory=dict)
+    late_saves: list[SaveOrder] = field(default_factory=list)
+    draft: "StepOrders | None" = None
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.loads or self.saves or self.leaving or self.closing)
+        return bool(self.loads or self.saves or self.leaving or self.closing or self.late_saves or self.draft)
 
 
 def page_run(ids: list[int] | tuple[int, ...], page_tokens: int, from_token: int, to_token: int) -> PageRun:

@@ -11,7 +11,7 @@ Rules:
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Final
 
 from prefixcache.identity.fingerprint import NamespaceIdentity
@@ -33,8 +33,6 @@ log = logging.getLogger("prefixcache_vllm")
 _IMAGE: Final = "mm"
 _RUNNING: Final = "RUNNING"
 _OVERLAP: Final = 2
-_DRAFT_MODEL: Final = "draft_model"
-"""Counted for each request whose prefix was loaded for the model but not for its draft model."""
 _NOBODY: Final[frozenset[str]] = frozenset()
 _MAX_ROOTS: Final = 1024
 """Roots of salts that are remembered: as many tenants as send requests at a time."""
@@ -70,6 +68,8 @@ class SchedulerSide:
         self.book = RequestBook(limits, asker)
         self.skipped: Counter[str] = Counter()
         """Requests left alone, by reason."""
+        self.without_draft: Counter[str] = Counter()
+        """Requests that began with a prefix their draft model has no KV of, because it is never kept, by reason."""
         self._requests: dict[str, Any] = {}
         self._tables = BlockTables()
         self._orders = StepOrders()
@@ -112,8 +112,9 @@ class SchedulerSide:
         ticket = self.book.placed(entry, external_tokens)
         if ticket is None:
             return
-        if self._engine.draft_layers:
-            self.book.count(_DRAFT_MODEL)
+        if self._engine.draft_off:
+            self.without_draft[self._engine.draft_off] += 1
+            self._skips = True
         first, end = entry.from_token, entry.from_token + external_tokens
         # The last block may hold more than fits: an engine that computes the last token itself has asked for less.
         order = LoadOrder(
@@ -134,7 +135,7 @@ class SchedulerSide:
         self._tables.step(scheduler_output)
         orders, self._orders = self._orders, StepOrders()
         if self._saves:
-            self._save_scheduled(orders, scheduled)
+            self._save_scheduled(orders, scheduler_output)
         orders.leaving = self._leaving(scheduler_output)
         if orders.leaving or self._running != scheduled.keys():
             self._running = (self._running - orders.leaving).union(scheduled)
@@ -154,7 +155,7 @@ class SchedulerSide:
             return False
         if not entry.stale and not self._options.prompt_only and len(self._engine.groups) == 1:
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
-            self._save(self._orders, entry, request, self._known(request, computed), block_ids)
+            self._save(self._orders, entry, request, computed, block_ids)
         if not entry.saves or len(self._engine.groups) > 1:
             return False  # pages of several groups are copied in their step
         self._closing.add(request_id)
@@ -195,7 +196,7 @@ class SchedulerSide:
             "looked_up_tokens": book.looked_up_tokens,
             "loaded_tokens": book.loaded_tokens,
         }
-        now = scheduler_numbers(totals, book.reasons, self.skipped)
+        now = scheduler_numbers(totals, book.reasons, self.skipped, self.without_draft)
         new, self._told = difference(now, self._told), now
         return new
 
@@ -228,7 +229,7 @@ class SchedulerSide:
         known = self.book.get(request_id)
         if known is not None and not known.stale:
             return known
-        reason = _left_alone(request)
+        reason = self._left_alone(request)
         if not reason:
             try:
                 entry = self.book.enter(Entry(request_id, *self._begin(request)))
@@ -240,6 +241,16 @@ class SchedulerSide:
         self.skipped[reason] += 1
         self._skips = True
         return None
+
+    def _left_alone(self, request: Any) -> str:
+        """Why a request's KV is not cached; "" where it is."""
+        if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+            return "prompt_embeds"
+        if getattr(request, "pooling_params", None) is not None:
+            return "pooling"
+        if getattr(request, "resumable", False):
+            return "streaming_input"
+        return ""
 
     def _begin(self, request: Any) -> tuple[Namespace, RequestChain]:
         namespace = self._namespace(request)
@@ -273,28 +284,30 @@ class SchedulerSide:
         self._identities[namespace.epoch.fingerprint] = identity
         return namespace
 
-    def _save_scheduled(self, orders: StepOrders, scheduled: Mapping[str, int]) -> None:
+    def _save_scheduled(self, orders: StepOrders, scheduler_output: Any) -> None:
         """Order what becomes whole in this step. Nearly every request of nearly every step only decodes a token: that
         must cost next to nothing, and vLLM's tables, which are made when they are asked for, are left alone."""
         size = self._options.block_tokens
-        for request_id, count in scheduled.items():
+        for request_id, count in scheduler_output.num_scheduled_tokens.items():
             request, entry = self._requests.get(request_id), self.book.get(request_id)
             if request is None or entry is None:
                 continue
             computed = request.num_computed_tokens + count
-            if computed // size <= entry.saved_blocks:
-                continue
-            known = self._known(request, computed)
-            if known // size > entry.saved_blocks and (table := self._tables.get(request_id)) is not None:
-                self._save(orders, entry, request, known, table)
+            if computed // size > entry.saved_blocks and self._known(request, computed) // size > entry.saved_blocks:
+                self._save(orders, entry, request, computed, self._tables.get(request_id))
 
     def _known(self, request: Any, computed: int) -> int:
         """Of `computed` tokens those to save. Tokens not known yet (drafts, results on their way) wait."""
         most: int = request.num_prompt_tokens if self._options.prompt_only else request.num_tokens
         return min(computed, most)
 
-    def _save(self, orders: StepOrders, entry: Entry, request: Any, known: int, table: tuple[list[int], ...]) -> None:
-        """Order what is whole of the first `known` tokens."""
+    def _save(
+        self, orders: StepOrders, entry: Entry, request: Any, computed: int, table: tuple[list[int], ...] | None
+    ) -> None:
+        """Order what is whole when `computed` tokens are."""
+        known = self._known(request, computed)
+        if table is None or known // self._options.block_tokens <= entry.saved_blocks:
+            return
         blocks = self.book.to_save(entry, known)
         if not blocks:
             return
@@ -336,17 +349,6 @@ class SchedulerSide:
 
     def _name(self, orders: StepOrders, fingerprint: bytes) -> None:
         orders.namespaces[fingerprint] = self._identities[fingerprint]
-
-
-def _left_alone(request: Any) -> str:
-    """Why a request's KV is not cached; "" where it is."""
-    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
-        return "prompt_embeds"
-    if getattr(request, "pooling_params", None) is not None:
-        return "pooling"
-    if getattr(request, "resumable", False):
-        return "streaming_input"
-    return ""
 
 
 def _images(request: Any) -> tuple[tuple[str, int, int], ...]:

@@ -271,10 +271,10 @@ def test_a_request_whose_every_token_must_be_computed_is_not_looked_up(asker: Fa
     assert side.step(step({"r": 200}, {"r": (list(range(10, 17)),)})).saves, "what it computes is stored"
 
 
-def test_what_a_draft_model_lacks_is_counted(asker: FakeAsker) -> None:
-    side = SchedulerSide(dataclasses.replace(engine(), draft_layers=2), Options(), asker)
+def test_what_a_drafter_lacks_whose_kv_is_not_kept_is_counted(asker: FakeAsker) -> None:
+    side = SchedulerSide(dataclasses.replace(engine(), draft_layers=2, draft_off="eagle"), Options(), asker)
     admit(side, asker, request(), list(range(10, 17)), found=2)
-    assert side.book.reasons == {"draft_model": 1}
+    assert side.numbers()["draft_not_loaded.eagle"] == 1
 
 
 def test_an_arrival_is_hinted_at_without_a_lease(asker: FakeAsker) -> None:

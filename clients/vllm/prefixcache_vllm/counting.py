@@ -19,7 +19,7 @@ _TOTALS: Final[Mapping[str, str]] = {
     "loaded_tokens": "Tokens loaded from the daemon instead of computed",
     "loads": "Loads begun, on all ranks",
     "load_bytes": "Bytes loaded, on all ranks",
-    "saved_blocks": "Blocks stored, on all ranks",
+    "saved_blocks": "Blocks stored",
     "saved_tokens": "Tokens stored",
     "save_bytes": "Bytes stored, on all ranks",
 }
@@ -43,8 +43,8 @@ Numbers = dict[str, Any]
 
 
 def worker_numbers(counts: Counts, block_tokens: int) -> Numbers:
-    """What a worker moved since the last look; names without zeros. `block_tokens`: 0 for ranks but the first, so that
-    tokens are counted once."""
+    """What a worker moved since the last look; names without zeros. Of several ranks the one that made a block visible
+    has counted it, so each block's tokens are counted once."""
     numbers = {
         "loads": counts.loads,
         "load_bytes": counts.load_bytes,

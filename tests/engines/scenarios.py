@@ -90,8 +90,7 @@ def speculated(llm: Any, prompt: list[int], max_tokens: int, **more: Any) -> dic
 def settle(llm: Any) -> None:
     """Step until everything is saved and nothing is kept for it."""
     core, until = llm.llm_engine.engine_core.engine_core, time.monotonic() + WAIT_S
-    sides = [_worker(llm), *([draft] if (draft := _draft_worker(llm)) else [])]
-    while core.scheduler.has_requests() or any(side.transfers.busy for side in sides):
+    while core.scheduler.has_requests() or _is_saving(None):
         core.step_fn()
         assert time.monotonic() < until, "saves do not end"
 
@@ -479,7 +478,8 @@ def kill_rank(llm: Any, rank: int, moment: str) -> None:
 
 
 def _is_saving(worker: Any) -> bool:
-    return bool(_worker(None).transfers.busy)
+    sides = [_worker(None), _draft_worker(None)]
+    return any(side.transfers.busy for side in sides if side is not None)
 
 
 def _arm(worker: Any, rank: int, moment: str) -> None:

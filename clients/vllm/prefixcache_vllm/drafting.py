@@ -83,6 +83,11 @@ class DraftSide(SchedulerSide):
         self._trust.forget(request.request_id)
         return keep
 
+    @property
+    def loading(self) -> Iterable[str]:
+        """Requests whose load has not ended on every rank."""
+        return self._loading.keys()
+
     def _left_alone(self, request: Any) -> str:
         # A draft model sees placeholders, or the model's images: not what the same model sees that is served itself.
         return super()._left_alone(request) or (_IMAGES if getattr(request, "mm_features", None) else "")
@@ -142,6 +147,7 @@ class WithDrafts:
         self._draft = draft
         self._wait_s = wait_s
         self._waits_until: dict[str, float] = {}
+        self._lost: set[str] = set()
 
     def arrived(self, request: Any) -> None:
         """See SchedulerSide."""
@@ -182,9 +188,12 @@ class WithDrafts:
         bad_pages: Iterable[int],
         without_draft: Iterable[str] = (),
     ) -> None:
-        """See SchedulerSide. `without_draft`: whose load failed for the draft model."""
+        """See SchedulerSide. `without_draft`: whose load failed for the draft model on some rank; they arrive on all
+        later, perhaps."""
         self._main.loaded(arrived, failed, bad_pages)
-        self._draft.loaded(arrived, without_draft, ())
+        self._lost.update(without_draft)
+        self._draft.loaded(arrived, self._lost, ())
+        self._lost.intersection_update(self._draft.loading)
 
     def numbers(self) -> Numbers:
         """See SchedulerSide."""

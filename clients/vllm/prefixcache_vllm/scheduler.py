@@ -35,6 +35,7 @@ log = logging.getLogger("prefixcache_vllm")
 
 _RUNNING: Final = "RUNNING"
 _OVERLAP: Final = 2
+_NOBODY: Final[frozenset[str]] = frozenset()
 _MAX_ROOTS: Final = 1024
 """Roots of salts that are remembered: as many tenants as send requests at a time."""
 NOTHING: Final = StepOrders()
@@ -145,7 +146,7 @@ class SchedulerSide:
         if self._saves:
             self._save_scheduled(orders, scheduler_output)
         orders.leaving = self._leaving(scheduler_output)
-        if self._running != scheduled.keys() or orders.leaving:
+        if orders.leaving or self._running != scheduled.keys():
             self._running = (self._running - orders.leaving).union(scheduled)
         if self._closing:
             orders.closing, self._closing = frozenset(self._closing), set()
@@ -227,8 +228,11 @@ class SchedulerSide:
 
     def _leaving(self, scheduler_output: Any) -> frozenset[str]:
         """Requests that lost their blocks since the last step. Not every version says so; the status does."""
+        told = getattr(scheduler_output, "preempted_req_ids", None)
         left_out = self._running.difference(scheduler_output.num_scheduled_tokens)
-        preempted = set(getattr(scheduler_output, "preempted_req_ids", None) or ())
+        if not left_out and not told:
+            return _NOBODY
+        preempted = set(told or ())
         for request_id in left_out:
             request = self._requests.get(request_id)
             if request is not None and request.status.name != _RUNNING:
@@ -245,7 +249,7 @@ class SchedulerSide:
         reason = self._left_alone(request)
         if not reason:
             try:
-                entry = self.book.enter(request_id, lambda: self._begin(request))
+                entry = self.book.enter(Entry(request_id, *self._begin(request)))
                 self._requests[request_id] = request
                 return entry
             except CannotShareError as error:

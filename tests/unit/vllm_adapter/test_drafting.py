@@ -133,6 +133,17 @@ def test_a_load_that_fails_for_the_draft_model_is_no_failure_of_the_request(side
     assert not sides.compute(other, TABLE[:6] + list(range(40, 50)), 208)
 
 
+def test_a_failure_on_one_rank_is_remembered_until_all_have_arrived(sides: Sides) -> None:
+    each = request()
+    sides.admit(each, TABLE, main=3, draft=3)
+    sides.both.loaded((), (), (), {"r"})
+    assert sides.draft_asker.open == 1, "another rank may still copy"
+    sides.arrive(each)
+    each.output = list(range(500, 600))
+    assert not sides.compute(each, TABLE, 80)
+    assert not sides.both._lost
+
+
 def test_right_pages_of_vllms_own_cache_are_built_upon(sides: Sides) -> None:
     first, other = request(), request("o", 400)
     sides.admit(first, TABLE, main=0, draft=0)
@@ -163,6 +174,24 @@ def test_nothing_is_waited_for_where_the_model_has_nothing(sides: Sides) -> None
     assert sides.matched(request()) == (None, False)
     sides.main_asker.tell(0)
     assert sides.matched(request()) == (0, False)
+
+
+def test_loads_inside_the_step() -> None:
+    """The step that loads computes as well: what it stores of the draft model waits until the load has ended."""
+    sides = Sides(load="sync")
+    for name, table, lost in (("a", list(range(10, 20)), False), ("b", list(range(30, 40)), True)):
+        each = request(name)
+        assert sides.matched(each) == (None, False)
+        sides.main_asker.tell(3)
+        sides.draft_asker.tell(3)
+        assert sides.matched(each) == (192, False)
+        sides.both.placed(each, (table,), 192)
+        each.num_computed_tokens, each.output = 192, list(range(500, 600))
+        assert not sides.compute(each, table, 64)
+        sides.both.loaded((), (), (), {name} if lost else ())
+        late = [sides.compute(each, table, 1) for _ in range(6)]
+        assert [(order.first_block, order.end_block) for orders in late for order in orders] == [(3, 4)] * (not lost)
+        sides.both.finished(each, (table,))
 
 
 def test_steps_too_long_for_the_draft_model_leave_gaps(sides: Sides) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.e2e.processes import wait_until
+from tests.engines.models import HIDDEN
 
 WAIT_S = 60.0
 
@@ -18,8 +19,8 @@ def generate(
     lora: dict[str, Any] | None = None,
     **fields: Any,
 ) -> list[dict[str, Any]]:
-    """Greedy outputs of all prompts at once; `fields`: of each prompt. `lora`: of the LoRARequest,
-    `lora_path` at least."""
+    """Greedy outputs of all prompts at once; `fields`: of each prompt. `lora`: of the LoRARequest, `lora_path` at
+    least."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -31,7 +32,7 @@ def generate(
     if lora is not None:
         # Numbered by the path: vLLM keeps an adapter under its number.
         number = zlib.crc32(lora["lora_path"].encode()) % 1000 + 1
-        adapter = LoRARequest(lora_name=lora["lora_path"], lora_int_id=number, **lora)
+        adapter = LoRARequest(**({"lora_name": lora["lora_path"], "lora_int_id": number} | lora))
     return [_output(each) for each in llm.generate(asked, parameters, use_tqdm=False, lora_request=adapter)]
 
 
@@ -67,6 +68,16 @@ def _logits(llm: Any, prompt: list[int], start: int, **sampling: Any) -> tuple[A
     # vLLM itself asks for logits of the last token only: all positions of a prompt would be a cache's business too.
     (hidden,) = steps
     return model.compute_logits(hidden[start - len(prompt) :]), answer.num_cached_tokens or 0
+
+
+def embedded(llm: Any, seed: int, tokens: int) -> dict[str, Any]:
+    """The output of a prompt that comes as embeddings, drawn by `seed`."""
+    import torch
+    from vllm import SamplingParams
+
+    drawn = torch.randn((tokens, HIDDEN), generator=torch.Generator().manual_seed(seed)) * 0.08
+    parameters = SamplingParams(temperature=0, max_tokens=16, logprobs=1, ignore_eos=True, detokenize=False)
+    return _output(llm.generate([{"prompt_embeds": drawn.to(torch.bfloat16)}], parameters, use_tqdm=False)[0])
 
 
 def speculated(llm: Any, prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:

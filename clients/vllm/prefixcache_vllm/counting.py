@@ -19,7 +19,7 @@ _TOTALS: Final[Mapping[str, str]] = {
     "loaded_tokens": "Tokens loaded from the daemon instead of computed",
     "loads": "Loads begun, on all ranks",
     "load_bytes": "Bytes loaded, on all ranks",
-    "saved_blocks": "Blocks stored, on all ranks",
+    "saved_blocks": "Blocks stored",
     "saved_tokens": "Tokens stored",
     "save_bytes": "Bytes stored, on all ranks",
 }
@@ -43,8 +43,8 @@ Numbers = dict[str, Any]
 
 
 def worker_numbers(counts: Counts, block_tokens: int) -> Numbers:
-    """What a worker moved since the last look; names without zeros. `block_tokens`: 0 for ranks but the first, so that
-    tokens are counted once."""
+    """What a worker moved since the last look; names without zeros. Of several ranks the one that made a block visible
+    has counted it, so each block's tokens are counted once."""
     numbers = {
         "loads": counts.loads,
         "load_bytes": counts.load_bytes,
@@ -60,8 +60,8 @@ def scheduler_numbers(
     totals: Mapping[str, int], reasons: Mapping[str, int], skipped: Mapping[str, int], without_draft: Mapping[str, int]
 ) -> Numbers:
     """What the scheduler's side decided, since it began."""
-    named = _named("not_loaded", reasons) | _named("left_alone", skipped) | _named(_NOT_LOADED_DRAFT, without_draft)
-    return _nonzero(dict(totals) | named)
+    drafts = _named(_NOT_LOADED_DRAFT, without_draft)
+    return {**totals, **_named("not_loaded", reasons), **_named("left_alone", skipped), **drafts}
 
 
 def of_drafts(numbers: Numbers) -> Numbers:
@@ -70,8 +70,8 @@ def of_drafts(numbers: Numbers) -> Numbers:
 
 
 def difference(now: Numbers, before: Numbers) -> Numbers:
-    """What was added since."""
-    return _nonzero({name: value - before.get(name, 0) for name, value in now.items()})
+    """What was added since; names without zeros."""
+    return {name: new for name, value in now.items() if (new := value - before.get(name, 0))}
 
 
 def added(one: Numbers, other: Numbers) -> Numbers:

@@ -154,8 +154,7 @@ class WorkerSide:
 
     def numbers(self) -> Numbers:
         """What was moved since the last call."""
-        first = self._rank.number == 0
-        return worker_numbers(self._transfers.take_counts(), self._engine.identity.block_tokens if first else 0)
+        return worker_numbers(self._transfers.take_counts(), self._engine.identity.block_tokens)
 
     def close(self) -> None:
         """Finish what is under way, and go."""

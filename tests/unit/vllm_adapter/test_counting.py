@@ -23,10 +23,6 @@ def test_numbers() -> None:
     assert added(worker, {"loads": 1, "hits": 1}) == worker | {"loads": 3, "hits": 1}
 
 
-def test_tokens_are_counted_by_one_rank() -> None:
-    assert worker_numbers(Counts(saved_blocks=3), 0) == {"saved_blocks": 3}
-
-
 def test_a_draft_models_numbers_have_names_of_their_own() -> None:
     named = of_drafts({"loads": 2, "not_saved.queue_full": 1, "load_seconds": [0.5]})
     assert named == {"draft_loads": 2, "draft_not_saved.queue_full": 1}

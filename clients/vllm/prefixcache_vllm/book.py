@@ -13,7 +13,6 @@ The clock is an argument.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
@@ -111,12 +110,9 @@ class RequestBook:
         """What is known of a request."""
         return self._entries.get(request_id)
 
-    def enter(self, request_id: str, make: Callable[[], tuple[Namespace, RequestChain]]) -> Entry:
-        """The request's entry; a new one, with the namespace and chain that `make` answers, at first sight."""
-        entry = self._entries.get(request_id)
-        if entry is None or entry.stale:
-            namespace, chain = make()
-            entry = self._entries[request_id] = Entry(request_id, namespace, chain)
+    def enter(self, entry: Entry) -> Entry:
+        """A request is seen for the first time, or for the first time in a new epoch."""
+        self._entries[entry.request_id] = entry
         return entry
 
     def waits(self, entry: Entry, now: float) -> bool:

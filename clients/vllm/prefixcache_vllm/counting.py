@@ -60,8 +60,8 @@ def scheduler_numbers(
     totals: Mapping[str, int], reasons: Mapping[str, int], skipped: Mapping[str, int], without_draft: Mapping[str, int]
 ) -> Numbers:
     """What the scheduler's side decided, since it began."""
-    named = _named("not_loaded", reasons) | _named("left_alone", skipped) | _named(_NOT_LOADED_DRAFT, without_draft)
-    return _nonzero(dict(totals) | named)
+    drafts = _named(_NOT_LOADED_DRAFT, without_draft)
+    return {**totals, **_named("not_loaded", reasons), **_named("left_alone", skipped), **drafts}
 
 
 def of_drafts(numbers: Numbers) -> Numbers:
@@ -70,8 +70,8 @@ def of_drafts(numbers: Numbers) -> Numbers:
 
 
 def difference(now: Numbers, before: Numbers) -> Numbers:
-    """What was added since."""
-    return _nonzero({name: value - before.get(name, 0) for name, value in now.items()})
+    """What was added since; names without zeros."""
+    return {name: new for name, value in now.items() if (new := value - before.get(name, 0))}
 
 
 def added(one: Numbers, other: Numbers) -> Numbers:

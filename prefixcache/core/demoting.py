@@ -60,6 +60,8 @@ class Demoter:
         self.writing_bytes = 0
         self.flushing = False
         self.flush_due = False  # more of a flush may be begun
+        # What a flush may begin to write: a write that fails takes from it for good, or it would be tried for ever.
+        self._flush_left_bytes = 0
         self._fill = FillMeter()
         # What may still be written ahead of need, by policy, until something takes memory again: where the disk holds
         # less than the reserve, each write would make room by losing what the reserve counts, and so on for ever.
@@ -135,6 +137,7 @@ class Demoter:
     def note_working(self) -> None:
         """Whether the disk takes writes may have changed: a flush waits for that."""
         self.flush_due = self.flushing and self.state.disk.writes_on
+        self._flush_left_bytes = self.most_bytes
 
     def done(self, event: RecordsWritten, out: list[Command]) -> None:
         """Some records ended."""
@@ -158,6 +161,7 @@ class Demoter:
         job.left -= len(event.index)
         if not job.left:
             self._end(event.job, job)
+        self._flush_left_bytes += job.size_bytes * int(np.count_nonzero(fine)) // len(records.rows)
         self.flush_due = self.flushing and disk.writes_on and (all_fine or self.flush_due)
 
     def _place_some(self, space: Namespace, event: RecordsWritten, rows: Rows, parts: NDArray[np.uint16]) -> None:
@@ -215,12 +219,14 @@ class Demoter:
         """Begins one more write of a flush; False if that is all for now."""
         if not self.flush_due:
             return False
-        if self.writing_bytes < self.most_bytes:
+        if self.writing_bytes < self.most_bytes and self._flush_left_bytes > 0:
             victims = [
                 policy.dirty.victim() for policy in self.state.policies.values() if isinstance(policy, TieredLeaves)
             ]
             node = next((victim for victim in victims if victim is not None), None)
+            before = self.writing_bytes
             if node is not None and node.space is not None and self._write_path(node.space, node, node.end, out):
+                self._flush_left_bytes -= self.writing_bytes - before
                 return True
             self.flushing = bool(self.jobs)
         self.flush_due = False
@@ -270,15 +276,21 @@ class Demoter:
     def _records(self, space: Namespace, rows: Rows, places: NDArray[np.int64], keys: bytes) -> Records:
         """What lacks a record of the blocks at `places` of a path, block by block, part by part."""
         table = space.table
-        lacking = [places[_lacks_record(part, rows[places])] for part in table.parts]
-        at = np.concatenate(lacking)
-        parts = np.repeat(np.arange(len(lacking), dtype=np.uint16), [len(each) for each in lacking])
-        order = np.lexsort((parts, at))
-        at, parts = at[order], parts[order]
-        mine = rows[at].astype(np.uint32)
-        slots = np.empty(len(at), np.uint32)
-        for part, column in enumerate(table.parts):
-            slots[parts == part] = column.slots[mine[parts == part]]
+        if len(table.parts) == 1:  # most namespaces, and calls wait for this
+            at = places[_lacks_record(table.parts[0], rows[places])]
+            parts = np.zeros(len(at), np.uint16)
+            mine = rows[at].astype(np.uint32)
+            slots = table.parts[0].slots[mine]
+        else:
+            lacking = [places[_lacks_record(part, rows[places])] for part in table.parts]
+            at = np.concatenate(lacking)
+            parts = np.repeat(np.arange(len(lacking), dtype=np.uint16), [len(each) for each in lacking])
+            order = np.lexsort((parts, at))
+            at, parts = at[order], parts[order]
+            mine = rows[at].astype(np.uint32)
+            slots = np.empty(len(at), np.uint32)
+            for part, column in enumerate(table.parts):
+                slots[parts == part] = column.slots[mine[parts == part]]
         packed = np.frombuffer(NO_PARENT + keys, np.uint8).reshape(-1, KEY_BYTES)
         nowhere = np.zeros(len(at), np.uint32)
         return Records(
@@ -294,7 +306,10 @@ def _digests(space: Namespace, records: Records) -> NDArray[np.uint8]:
         mine = np.flatnonzero(records.parts == part)
         rows = records.rows[mine]
         known = column.flags[rows] & DIGEST_KNOWN != 0
-        digests[mine[known]] = column.digests[rows[known]]
+        if known.all():
+            digests[mine] = column.digests[rows]
+        else:
+            digests[mine[known]] = column.digests[rows[known]]
     return digests
 
 

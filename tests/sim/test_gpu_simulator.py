@@ -5,7 +5,6 @@ That no seed finds anything without one is in test_simulator, whose seeds have G
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,12 +14,11 @@ from prefixcache.core.acquiring import Acquiring
 from prefixcache.core.commands import Command, PromoteSlots, SetGenerations
 from prefixcache.core.events import DeviceLost, LeaseReleased, PromotionDone
 from prefixcache.core.gpu import Copies, GpuTier
-from prefixcache.core.invariants import InvariantError
 from prefixcache.core.namespaces import Namespace
 from prefixcache.core.promoting import Promoter
 from prefixcache.core.removal import Remover
 from prefixcache.core.sessions import Sessions
-from tests.sim.fakes import SimError
+from tests.sim.planting import Patch, Plant, assert_found
 from tests.sim.simulator import Simulator
 
 SEEDS = 1_500
@@ -31,8 +29,6 @@ ALONE = {
     "lost_device_keeps_its_copies": ("gpu_lost",),
     "lost_device_keeps_its_generations": ("gpu_lost",),
 }
-
-Patch = pytest.MonkeyPatch
 
 
 def leased_copies_evicted(patch: Patch) -> None:
@@ -165,7 +161,7 @@ def moved_rows_left_behind(patch: Patch) -> None:
     patch.setattr(Copies, "take", lambda self, rows: [column.slots[rows] for column in self.columns])
 
 
-PLANTED: tuple[Callable[[Patch], None], ...] = (
+PLANTED: tuple[Plant, ...] = (
     leased_copies_evicted,
     pins_below_a_cut_forgotten,
     dropped_copies_given_away_under_a_lease,
@@ -186,14 +182,8 @@ PLANTED: tuple[Callable[[Patch], None], ...] = (
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
-def test_finds_the_planted_bug(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    plant(monkeypatch)
-    for seed in range(SEEDS):
-        try:
-            Simulator(seed, ALONE.get(plant.__name__, GPUS)).run()
-        except (SimError, InvariantError, AssertionError, KeyError, ValueError, IndexError):
-            return
-    raise AssertionError(f"{SEEDS} seeds did not find {plant.__name__}")
+def test_finds_the_planted_bug(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_found(plant, monkeypatch, lambda seed: Simulator(seed, ALONE.get(plant.__name__, GPUS)).run(), SEEDS)
 
 
 def test_the_seeds_promote_and_hit() -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from prefixcache.core.invariants import InvariantError
 from prefixcache.core.reservations import Reservation
 from prefixcache.core.sessions import Sessions
 from prefixcache.core.sharing import Sharing
-from tests.sim.fakes import SimError
+from tests.sim.planting import Patch, Plant, assert_found
 from tests.sim.simulator import Simulator
 
 SEEDS = 400
 PLANTED_SEEDS = 1_500
-
-Patch = pytest.MonkeyPatch
 
 
 def test_seeds() -> None:
@@ -99,7 +95,7 @@ def a_lost_session_is_not_missed(patch: Patch) -> None:
     patch.setattr(Sessions, "_end", wrong)
 
 
-PLANTED: tuple[Callable[[Patch], None], ...] = (
+PLANTED: tuple[Plant, ...] = (
     slots_back_with_the_first_last_word,
     further_writers_not_noted,
     seen_when_one_writer_is_done,
@@ -111,11 +107,5 @@ PLANTED: tuple[Callable[[Patch], None], ...] = (
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
-def test_finds_the_planted_bug(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    plant(monkeypatch)
-    for seed in range(PLANTED_SEEDS):
-        try:
-            Simulator(seed, ("shared",)).run()
-        except (SimError, InvariantError, AssertionError, KeyError, ValueError, RuntimeError, AttributeError):
-            return
-    raise AssertionError(f"{PLANTED_SEEDS} seeds did not find {plant.__name__}")
+def test_finds_the_planted_bug(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_found(plant, monkeypatch, lambda seed: Simulator(seed, ("shared",)).run(), PLANTED_SEEDS)

@@ -1,7 +1,8 @@
 """Asking the daemon without making the engine's scheduler wait: a few threads, one Acquire per question.
 
 Rules:
-1. `submit`, `give_back` and `Ask.answer` never block. The scheduler thread does nothing else here.
+1. `submit`, `give_back` and `Ask.answer` never block. The scheduler thread does nothing else here: prompts are hashed,
+   questions put into bytes and answers read on these threads.
 2. Whoever finds an answer that nobody wants any more gives the lease back; a lease is given back once.
 3. An answer that is late is not waited for: the one who asks decides when it is too late, and calls `forget`.
 
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from prefixcache_client import Client, Lease, LeaseTicket, Namespace, PromptKeys
+from prefixcache_client.reasons import INTERNAL
+from prefixcache_vllm.chain import RequestChain
 
 _THREADS: Final = 3
 """Enough that a question for blocks on disk does not hold up the next ones."""
@@ -22,15 +25,20 @@ _THREADS: Final = 3
 _HINTS_PAUSE_S: Final = 10.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that makes it three times as dear, on the scheduler thread
 class Question:
     """What of a prompt is wanted. `tokens`: of the whole prompt; `max_tokens`: the longest prefix of use."""
 
     namespace: Namespace
-    keys: bytes
+    chain: RequestChain
     tokens: int
     from_token: int
     max_tokens: int
+
+    @property
+    def prompt(self) -> PromptKeys:
+        """The prompt, hashed. Raises ValueError or TypeError for token ids that are none."""
+        return PromptKeys(self.chain.keys(self.tokens // self.chain.block_tokens), self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +51,12 @@ class Found:
 
 @dataclass(slots=True)
 class Hint:
-    """A question that will be asked. `wanted`: False once it was, or when nobody will."""
+    """A question that will be asked. `wanted`: False once it was, or when nobody will. `only_keys`: nobody will, but
+    the prompt's keys are needed."""
 
     question: Question
     wanted: bool = True
+    only_keys: bool = False
 
 
 class Ask:
@@ -91,12 +101,11 @@ class Asker(Protocol):
         """The answer is not needed any more, or never was; `used_tokens` of the prompt were."""
 
     def hint(self, hint: Hint) -> None:
-        """This will be asked soon: what is on a slower tier may come up already, and what is in memory should not leave
-        now. Nothing is leased."""
+        """This will be asked soon: the prompt may be hashed, what is on a slower tier may come up already, and what is
+        in memory should not leave now. Nothing is leased."""
 
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of the daemon's memory, 0 while unknown."""
+    pool_bytes: int
+    """Bytes of the daemon's memory, 0 while unknown."""
 
 
 class DaemonAsker:
@@ -107,6 +116,8 @@ class DaemonAsker:
         self._timeouts = (timeout_s, load_timeout_s)
         self._work: queue.SimpleQueue[tuple[Ask, int | None] | Hint | None] = queue.SimpleQueue()
         self._hints_from = 0.0
+        self.pool_bytes = 0
+        """See Asker; as of the last answer."""
         self._threads = [
             threading.Thread(target=self._run, name=f"prefixcache-ask-{number}", daemon=True)
             for number in range(_THREADS)
@@ -114,22 +125,19 @@ class DaemonAsker:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def pool_bytes(self) -> int:
-        """See Asker."""
-        return self._client.pool_bytes
-
     def submit(self, ask: Ask) -> None:
         """See Asker."""
         self._work.put((ask, None))
 
     def give_back(self, ask: Ask, used_tokens: int) -> None:
         """See Asker."""
-        self._work.put((ask, used_tokens))
+        found = ask.answer()
+        if found is None or found.ticket is not None:  # else nothing is held: it is not worth waking a thread for
+            self._work.put((ask, used_tokens))
 
     def hint(self, hint: Hint) -> None:
         """See Asker."""
-        if time.monotonic() >= self._hints_from:
+        if hint.only_keys or time.monotonic() >= self._hints_from:
             self._work.put(hint)
 
     def close(self) -> None:
@@ -139,32 +147,45 @@ class DaemonAsker:
 
     def _run(self) -> None:
         self._client.open()  # now rather than at the first question; a daemon need not be there
+        self.pool_bytes = self._client.pool_bytes
         while (task := self._work.get()) is not None:
             if isinstance(task, Hint):
                 if task.wanted:  # a request that need not wait is asked for at once
-                    self._prefetch(task.question)
+                    self._foresee(task)
                 continue
             ask, used_tokens = task
             unwanted = self._answer(ask) if used_tokens is None else ask.forget()
             if unwanted is not None:
                 unwanted.release(used_tokens or 0)
 
-    def _prefetch(self, question: Question) -> None:
-        prompt = PromptKeys(question.keys, question.tokens)
-        if self._client.prefetch(question.namespace, prompt, timeout_s=self._timeouts[0]).reason:
+    def _foresee(self, hint: Hint) -> None:
+        try:
+            prompt = hint.question.prompt
+        except (ValueError, TypeError):
+            return  # told when it is asked
+        if hint.only_keys:
+            return
+        if self._client.prefetch(hint.question.namespace, prompt, timeout_s=self._timeouts[0]).reason:
             # No slower tier, no daemon, or enough on its way: hints would only cost.
             self._hints_from = time.monotonic() + _HINTS_PAUSE_S
 
     def _answer(self, ask: Ask) -> Lease | None:
         question = ask.question
+        try:
+            prompt = question.prompt
+        except (ValueError, TypeError):
+            return ask.came(Found(None, INTERNAL), None)  # an engine that took such tokens; this thread goes on
         timeout_s, load_timeout_s = self._timeouts
         lease = self._client.acquire(
             question.namespace,
-            PromptKeys(question.keys, question.tokens),
+            prompt,
             max_tokens=question.max_tokens,
             from_token=question.from_token,
             timeout_s=timeout_s,
             load_timeout_s=load_timeout_s,
         )
+        self.pool_bytes = self._client.pool_bytes
         ticket = lease.ticket()
-        return ask.came(Found(ticket, lease.reason), lease)
+        if ticket is None:
+            lease.release(0)
+        return ask.came(Found(ticket, lease.reason), lease if ticket is not None else None)

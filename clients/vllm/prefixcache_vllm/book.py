@@ -13,7 +13,6 @@ The clock is an argument.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
@@ -87,6 +86,8 @@ class RequestBook:
         self._guessed: set[str] = set()
         self.reasons: Counter[str] = Counter()
         """Why nothing was loaded, by reason: one count per request and decision."""
+        self.counted = False
+        """Whether anything was decided since this was last set to False. A question is told of with its answer."""
         self.lookups = 0
         self.hits = 0
         self.looked_up_tokens = 0
@@ -100,16 +101,18 @@ class RequestBook:
         """Bytes leased for requests that do not run yet."""
         return sum(self._pinned.values())
 
+    def count(self, reason: str) -> None:
+        """Something was not loaded."""
+        self.reasons[reason] += 1
+        self.counted = True
+
     def get(self, request_id: str) -> Entry | None:
         """What is known of a request."""
         return self._entries.get(request_id)
 
-    def enter(self, request_id: str, make: Callable[[], tuple[Namespace, RequestChain]]) -> Entry:
-        """The request's entry; a new one, with the namespace and chain that `make` answers, at first sight."""
-        entry = self._entries.get(request_id)
-        if entry is None or entry.stale:
-            namespace, chain = make()
-            entry = self._entries[request_id] = Entry(request_id, namespace, chain)
+    def enter(self, entry: Entry) -> Entry:
+        """A request is seen for the first time, or for the first time in a new epoch."""
+        self._entries[entry.request_id] = entry
         return entry
 
     def waits(self, entry: Entry, now: float) -> bool:
@@ -122,7 +125,7 @@ class RequestBook:
     def matched(self, entry: Entry, tokens: int, local_tokens: int, now: float) -> int | None:
         """How many tokens beyond `local_tokens` can be loaded of a request of `tokens` tokens; None: ask again later.
 
-        `local_tokens`: what the engine has itself. The chain must hold all `tokens`.
+        `local_tokens`: what the engine has itself. The chain's tokens must be there, `tokens` of them.
         """
         if entry.phase is Phase.RUNNING:  # it was preempted (and saves called off), or its load failed
             entry.phase = Phase.NEW
@@ -167,10 +170,11 @@ class RequestBook:
             return
         if tokens:
             self.hits += 1
+            self.counted = True
             self.loaded_tokens += tokens - entry.from_token
         else:
             entry.failed = True
-            self.reasons[LOAD_FAILED] += 1
+            self.count(LOAD_FAILED)
         self._give_back(entry, tokens)
         entry.phase = Phase.RUNNING
         if entry.gone:
@@ -226,9 +230,8 @@ class RequestBook:
             usable = min(usable, room)
         if usable * size <= local_tokens or entry.asks >= ASKS_PER_REQUEST:
             return self._nothing(entry, PIN_BUDGET)
-        keys = entry.chain.keys()
         self._no_hint(entry)
-        entry.ask = Ask(Question(entry.namespace, keys, tokens, first * size, usable * size))
+        entry.ask = Ask(Question(entry.namespace, entry.chain, tokens, first * size, usable * size))
         entry.asks += 1
         entry.phase = Phase.ASKED
         self.lookups += 1
@@ -251,7 +254,7 @@ class RequestBook:
 
     def _nothing(self, entry: Entry, reason: str) -> int:
         if entry.phase is not Phase.FOUND or entry.ask is not None:
-            self.reasons[reason] += 1
+            self.count(reason)
         self._give_back(entry, 0)
         entry.phase, entry.waits_from = Phase.FOUND, None
         return 0

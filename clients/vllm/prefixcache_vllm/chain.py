@@ -1,41 +1,54 @@
 """The keys of one request: its tokens in blocks, with what token ids do not say.
 
-Rules: keys are made when asked for, from the tokens that came since. Images and the like are extras of the block in
+Rules: keys are made when asked for, by whoever asks, and kept. Any thread may ask, without a lock: what is kept is one
+immutable value, and two threads that make the same keys make the same bytes. So the engine's scheduler thread hands the
+prompt over by reference and finds its keys made when it needs them. Images and the like are extras of the block in
 which they begin (see prefixcache.identity.keys). It must not know vLLM.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from prefixcache.identity.keychain import KeyChain
-from prefixcache.identity.keys import KEY_BYTES, Extra
+from prefixcache.identity.keys import KEY_BYTES, Extra, block_keys, split_extras
 
 
 class RequestChain:
-    """A key chain under one namespace's root. `fingerprint` names the namespace."""
+    """A key chain under one namespace's root. `fingerprint` names the namespace. `limit`: tokens in front of the first
+    one whose KV cannot be told from others, None where there is none."""
 
-    __slots__ = ("_chain", "_extras", "fingerprint")
+    __slots__ = ("_extras", "_keys", "_root", "_tokens", "block_tokens", "fingerprint", "limit")
 
-    def __init__(self, root: bytes, fingerprint: bytes, block_tokens: int, extras: Sequence[Extra] = ()) -> None:
-        """`extras`: offsets count from the request's first token."""
+    def __init__(
+        self,
+        root: bytes,
+        fingerprint: bytes,
+        block_tokens: int,
+        tokens: Sequence[int],
+        extras: Sequence[Extra] = (),
+        limit: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """`tokens`: read later, by any thread; may grow behind what `keys` is asked for. `extras`: offsets count from
+        the request's first token. `limit`: asked anew each time. Raises ValueError for an extra that is none."""
         self.fingerprint = fingerprint
-        self._chain = KeyChain(root, block_tokens)
-        self._extras = sorted(extras, key=lambda extra: extra.offset)
+        self.block_tokens = block_tokens
+        self.limit = limit
+        self._root = root
+        self._tokens = tokens
+        self._extras = split_extras(extras, block_tokens) if extras else {}
+        self._keys = b""
 
     @property
-    def tokens(self) -> int:
-        """How many tokens have been added."""
-        return self._chain.token_count
+    def made(self) -> int:
+        """Of how many blocks the keys are kept."""
+        return len(self._keys) // KEY_BYTES
 
-    def add(self, tokens: Sequence[int]) -> None:
-        """The next tokens. Raises ValueError for ids that are none."""
-        if not tokens:
-            return
-        end = self._chain.token_count + len(tokens)
-        now = [extra for extra in self._extras if extra.offset < end]
-        self._extras = self._extras[len(now) :]
-        self._chain.append(list(tokens), now)
-
-    def keys(self, blocks: int | None = None) -> bytes:
-        """Packed keys of the whole blocks, or of the first `blocks` of them."""
-        keys = self._chain.keys
-        return keys if blocks is None else keys[: blocks * KEY_BYTES]
+    def keys(self, blocks: int) -> bytes:
+        """Packed keys of the first `blocks` blocks, all of which must be there. Raises ValueError for ids that are
+        none."""
+        keys, size = self._keys, self.block_tokens
+        made = len(keys) // KEY_BYTES
+        if made < blocks:
+            extras = {block - made: extra for block, extra in self._extras.items() if block >= made}
+            tokens = self._tokens[made * size : blocks * size]
+            keys += block_keys(keys[-KEY_BYTES:] or self._root, tokens, size, extras)
+            self._keys = keys
+        return keys if made <= blocks else keys[: blocks * KEY_BYTES]

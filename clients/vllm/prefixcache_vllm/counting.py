@@ -10,30 +10,41 @@ from typing import Any, Final
 from prefixcache_vllm.transfers import Counts
 
 LOAD_SECONDS: Final = "load_seconds"
-TOTALS: Final[Mapping[str, str]] = {
+DRAFT: Final = "draft_"
+"""What the names of a draft model's numbers begin with."""
+_TOTALS: Final[Mapping[str, str]] = {
     "lookups": "Requests that the daemon was asked for",
     "hits": "Requests of which something was loaded",
     "looked_up_tokens": "Tokens that the daemon was asked for",
     "loaded_tokens": "Tokens loaded from the daemon instead of computed",
     "loads": "Loads begun, on all ranks",
     "load_bytes": "Bytes loaded, on all ranks",
-    "saved_blocks": "Blocks stored, on all ranks",
+    "saved_blocks": "Blocks stored",
     "saved_tokens": "Tokens stored",
     "save_bytes": "Bytes stored, on all ranks",
 }
-REASONED: Final[Mapping[str, str]] = {
+_REASONED: Final[Mapping[str, str]] = {
     "not_loaded": "Requests of which nothing was loaded",
     "left_alone": "Requests that are not cached",
     "load_failed": "Loads that failed, so that their tokens were computed",
     "not_saved": "Blocks that were not stored",
 }
+_NOT_LOADED_DRAFT: Final = DRAFT + "not_loaded"
+
+
+def _with_drafts(texts: Mapping[str, str]) -> Mapping[str, str]:
+    return dict(texts) | {DRAFT + name: f"Of draft models: {text}" for name, text in texts.items()}
+
+
+TOTALS: Final[Mapping[str, str]] = _with_drafts(_TOTALS)
+REASONED: Final[Mapping[str, str]] = _with_drafts(_REASONED)
 Numbers = dict[str, Any]
 """Counts are ints, LOAD_SECONDS is a list of floats."""
 
 
 def worker_numbers(counts: Counts, block_tokens: int) -> Numbers:
-    """What a worker moved since the last look; names without zeros. `block_tokens`: 0 for ranks but the first, so that
-    tokens are counted once."""
+    """What a worker moved since the last look; names without zeros. Of several ranks the one that made a block visible
+    has counted it, so each block's tokens are counted once."""
     numbers = {
         "loads": counts.loads,
         "load_bytes": counts.load_bytes,
@@ -45,14 +56,22 @@ def worker_numbers(counts: Counts, block_tokens: int) -> Numbers:
     return _nonzero(numbers | _named("load_failed", counts.loads_failed) | _named("not_saved", counts.not_saved_blocks))
 
 
-def scheduler_numbers(totals: Mapping[str, int], reasons: Mapping[str, int], skipped: Mapping[str, int]) -> Numbers:
+def scheduler_numbers(
+    totals: Mapping[str, int], reasons: Mapping[str, int], skipped: Mapping[str, int], without_draft: Mapping[str, int]
+) -> Numbers:
     """What the scheduler's side decided, since it began."""
-    return _nonzero(dict(totals) | _named("not_loaded", reasons) | _named("left_alone", skipped))
+    drafts = _named(_NOT_LOADED_DRAFT, without_draft)
+    return {**totals, **_named("not_loaded", reasons), **_named("left_alone", skipped), **drafts}
+
+
+def of_drafts(numbers: Numbers) -> Numbers:
+    """The same under a draft model's names, without how long its loads took."""
+    return {DRAFT + name: value for name, value in numbers.items() if name != LOAD_SECONDS}
 
 
 def difference(now: Numbers, before: Numbers) -> Numbers:
-    """What was added since."""
-    return _nonzero({name: value - before.get(name, 0) for name, value in now.items()})
+    """What was added since; names without zeros."""
+    return {name: new for name, value in now.items() if (new := value - before.get(name, 0))}
 
 
 def added(one: Numbers, other: Numbers) -> Numbers:

@@ -3,7 +3,8 @@
 What belongs here: vLLM's classes. Versions without them publish nothing of ours.
 """
 
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
 
 from vllm.distributed import kv_events
 
@@ -14,12 +15,26 @@ _CARRIER: Any = getattr(kv_events, "KVConnectorKVEvents", None)
 _FIELDS: Final = frozenset(getattr(kv_events.BlockStored, "__struct_fields__", ()))
 
 
-class Confirmations(_CARRIER or object):  # type: ignore[misc] # a base that old versions lack
-    """Numbers of saves that are visible, from one worker or several."""
+class WithoutDraft(NamedTuple):
+    """A request whose prefix was not loaded for its draft model, whatever became of the model's own."""
 
-    def __init__(self, numbers: list[Any] | None = None) -> None:
-        self._numbers = list(numbers or [])
+    request_id: str
+
+
+class Confirmations(_CARRIER or object):  # type: ignore[misc] # a base that old versions lack
+    """Numbers of saves that are visible, from one worker or several, and what else their scheduler must know."""
+
+    def __init__(self, numbers: Iterable[Any] = (), without_draft: Iterable[str] = ()) -> None:
+        self._numbers: list[Any] = [*numbers, *map(WithoutDraft, without_draft)]
         self._workers = 1
+
+    def saves(self) -> list[int]:
+        """The numbers."""
+        return [each for each in self._numbers if not isinstance(each, WithoutDraft)]
+
+    def without_draft(self) -> set[str]:
+        """Requests of which some worker says so."""
+        return {each.request_id for each in self._numbers if isinstance(each, WithoutDraft)}
 
     def add_events(self, events: list[Any]) -> None:
         """See the base class."""

@@ -6,15 +6,14 @@ Rules:
    whose KV is something else, parallel forms that cut blocks in other ways.
 3. The layout is the checkpoint's, as in all adapters, and checked against the KV cache vLLM really has.
 4. Layers of a draft model (speculative decoding) are not the model's: they are found by name, or by a number behind the
-   model's last, and take no part. Two layers that cannot be told apart switch the cache off.
+   model's last, and take no part (see draft_identity). Two layers that cannot be told apart switch the cache off.
 
 It must not know tensors.
 """
 
 import dataclasses
-import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +25,7 @@ from prefixcache.identity.layout import DTYPE_BITS, GroupKind, Layout, LayoutErr
 from prefixcache.identity.model import namespace_from_hf
 from prefixcache.identity.tensors import TensorFileError
 from prefixcache.identity.weights import weights_digest
+from prefixcache_vllm.encoder import NO_ENCODER, Encoder, encoder_of
 from prefixcache_vllm.options import Options
 from prefixcache_vllm.ranks import Rank, splits
 
@@ -38,6 +38,9 @@ _KV_DTYPES: Final[Mapping[str, str]] = {
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _DRAFT: Final = "draft_model."
 """How vLLM begins the names of a draft model's layers, which are numbered from 0 like the model's own."""
+
+Takes = Callable[[str], bool]
+"""Whether a layer of that name is one of the model's."""
 
 
 class CannotShareError(ValueError):
@@ -64,7 +67,13 @@ class EngineIdentity:
     groups: tuple[GroupPages, ...]
     label: str
     draft_layers: int = 0
-    """Layers of a draft model beside it, whose KV is not kept."""
+    """Layers of a draft model beside it."""
+    draft_off: str = ""
+    """Why the KV of those layers is not kept; "" where it is, or where there are none."""
+    encoder: Encoder = NO_ENCODER
+    """What turns images and the like into KV."""
+    lora_form: str = ""
+    """What LoRA adapters are kept as."""
 
     @property
     def hybrid(self) -> bool:
@@ -76,26 +85,45 @@ class EngineIdentity:
         same page numbers are in every group."""
         return options.load == "sync" and len(self.groups) == 1
 
-    def with_lora(self, lora_path: str, base: NamespaceIdentity) -> NamespaceIdentity:
-        """`base`, the identity of some epoch, under an adapter. Raises CannotShareError for unreadable files."""
-        return dataclasses.replace(base, lora=lora_digest(Path(lora_path)))
+
+@dataclass(frozen=True, slots=True)
+class RunModel:
+    """One of an engine's models. `cache_dtype`: vLLM's setting for its KV cache. `takes`: which layers it has."""
+
+    config: Any
+    cache_dtype: str
+    takes: Takes
 
 
 def engine_identity(vllm_config: Any, kv_cache_config: Any, options: Options) -> EngineIdentity:
     """What this engine's KV depends on. Raises CannotShareError."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    main = RunModel(vllm_config.model_config, str(vllm_config.cache_config.cache_dtype), _is_the_models)
+    found = model_identity(vllm_config, kv_cache_config, options, main)
+    known = sum(len(group.layers) for group in found.groups)
+    total = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+    return dataclasses.replace(
+        found,
+        draft_layers=total - known,
+        encoder=encoder_of(vllm_config, _checkpoint_folder(main.config)),
+        lora_form=str(getattr(getattr(vllm_config, "lora_config", None), "lora_dtype", "")),
+    )
+
+
+def model_identity(vllm_config: Any, kv_cache_config: Any, options: Options, runs: RunModel) -> EngineIdentity:
+    """What the KV of one of the engine's models depends on. Raises CannotShareError."""
+    model = runs.config
     stages = _check_parallel(vllm_config.parallel_config, kv_cache_config)
-    layouts = _specs(kv_cache_config)
+    specs = _specs(kv_cache_config, runs.takes)
     try:
         namespace = namespace_from_hf(
             model.hf_config,
-            _weights(vllm_config),
-            _kv_dtype(model, cache),
+            _weights(vllm_config, model),
+            _kv_dtype(model, runs.cache_dtype),
             block_tokens=options.block_tokens,
             tenant=options.tenant,
             compute_dtype=str(model.dtype),
             quantisation=_quantisation(model),
-            k_scales="dynamic" if getattr(cache, "calculate_kv_scales", False) else (),
+            k_scales="dynamic" if getattr(vllm_config.cache_config, "calculate_kv_scales", False) else (),
             fixed_length=int(model.max_model_len),
         )
     except (ConfigError, IdentityError) as error:
@@ -103,29 +131,26 @@ def engine_identity(vllm_config: Any, kv_cache_config: Any, options: Options) ->
     except LayoutError as error:
         raise CannotShareError("layout_unknown", str(error)) from error
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
-    _check_layout(namespace.layout, layouts, ranks, some=stages > 1)
+    _check_layout(namespace.layout, specs, ranks, some=stages > 1)
     groups = tuple(
-        GroupPages(_layers(group.layer_names, namespace.layout), int(group.kv_cache_spec.block_size))
+        GroupPages(_layers(group.layer_names, namespace.layout, runs.takes), int(group.kv_cache_spec.block_size))
         for group in kv_cache_config.kv_cache_groups
     )
-    known = sum(len(group.layers) for group in groups)
-    total = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
-    return EngineIdentity(namespace.identity, groups, str(model.served_model_name or model.model), total - known)
+    return EngineIdentity(namespace.identity, groups, str(getattr(model, "served_model_name", "") or model.model))
+
+
+def is_draft(layer: str) -> bool:
+    """Whether a layer is a draft model's by its name."""
+    return layer.startswith(_DRAFT)
+
+
+def _is_the_models(layer: str) -> bool:
+    return not is_draft(layer)
 
 
 def in_new_epoch(identity: NamespaceIdentity) -> NamespaceIdentity:
     """The identity after the weights were changed in place: equal to no other, in this process or elsewhere."""
     return dataclasses.replace(identity, weights_epoch=new_epoch())
-
-
-def lora_digest(folder: Path) -> bytes:
-    """32 bytes over an adapter's weights and settings. Raises CannotShareError."""
-    try:
-        config = (folder / "adapter_config.json").read_bytes()
-        file = folder / "adapter_model.safetensors"
-        return hashlib.sha256(weights_digest(file) + hashlib.sha256(config).digest()).digest()
-    except (OSError, TensorFileError) as error:
-        raise CannotShareError("lora_unreadable", f"{folder}: {error}") from error
 
 
 def layer_index(name: str) -> int | None:
@@ -134,12 +159,12 @@ def layer_index(name: str) -> int | None:
     return int(found[0]) if len(found) == 1 else None
 
 
-def _weights(vllm_config: Any) -> bytes:
+def _weights(vllm_config: Any, model: Any) -> bytes:
     load_format = str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format))
     if load_format not in _FROM_FILES:
         raise CannotShareError("weights_unknown", f"weights of load format {load_format!r} have no digest")
     try:
-        return weights_digest(_checkpoint_folder(vllm_config.model_config))
+        return weights_digest(_checkpoint_folder(model))
     except (TensorFileError, OSError) as error:
         raise CannotShareError("weights_unknown", str(error)) from error
 
@@ -157,8 +182,7 @@ def _checkpoint_folder(model: Any) -> Path:
     raise CannotShareError("weights_unknown", f"no safetensors of {name} on this disk")
 
 
-def _kv_dtype(model: Any, cache: Any) -> str:
-    stated = str(cache.cache_dtype)
+def _kv_dtype(model: Any, stated: str) -> str:
     if stated == "auto":
         return str(model.dtype)
     if stated not in _KV_DTYPES:
@@ -195,13 +219,13 @@ class _Spec:
     itemsize: int
 
 
-def _specs(kv_cache_config: Any) -> list[_Spec]:
+def _specs(kv_cache_config: Any, takes: Takes) -> list[_Spec]:
     """What vLLM keeps for each layer. Raises CannotShareError for layers that keep something else than K and V."""
     specs = []
     for group in kv_cache_config.kv_cache_groups:
         each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         for name in group.layer_names:
-            if name.startswith(_DRAFT):
+            if not takes(name):
                 continue
             spec = group.kv_cache_spec if each is None else each[name]
             layer = layer_index(name)
@@ -238,7 +262,7 @@ def _check_layout(layout: Layout, specs: Iterable[_Spec], ranks: int, *, some: b
         raise CannotShareError("layout_mismatch", f"layers {sorted(set(by_layer) - seen)} keep no KV of their own")
 
 
-def _layers(names: Iterable[str], layout: Layout) -> dict[str, int]:
+def _layers(names: Iterable[str], layout: Layout, takes: Takes) -> dict[str, int]:
     known = {layer for group in layout.groups for layer in group.layers}
-    indexed = {name: layer_index(name) for name in names if not name.startswith(_DRAFT)}
+    indexed = {name: layer_index(name) for name in names if takes(name)}
     return {name: layer for name, layer in indexed.items() if layer is not None and layer in known}

@@ -1,42 +1,45 @@
 """The scheduler side: vLLM's requests and steps, told to the book, and its answers as orders for the workers.
 
 Rules:
-1. Runs on the engine's scheduler thread: no call that waits, no work that grows with anything but the request.
+1. Runs on the engine's scheduler thread: no call that waits, no work that grows with anything but the request, and
+   little with that: prompts are handed on by reference and hashed elsewhere (see chain, asking).
 2. Attributes of requests are read by name, so that every version will do; nothing of vLLM is imported.
-3. A request whose KV tokens alone do not determine (prompt embeddings, pooling, streamed input) is left alone, with a
-   counted reason.
+3. A request whose KV cannot be told from others (prompt embeddings, pooling, streamed input) is left alone, with a
+   counted reason; one with an image that cannot be told from others from there on.
 """
 
+import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Final
 
 from prefixcache.identity.fingerprint import NamespaceIdentity
-from prefixcache.identity.keys import KEY_BYTES, Extra, root_key
+from prefixcache.identity.keys import KEY_BYTES, root_key
 from prefixcache_client import Namespace
 from prefixcache_client.ids import new_id
+from prefixcache_vllm.adapters import CHANGED, Adapters
 from prefixcache_vllm.announcing import Announcements, StoredBlocks
 from prefixcache_vllm.asking import Asker, Hint, Question
 from prefixcache_vllm.book import Entry, Limits, Phase, RequestBook
 from prefixcache_vllm.chain import RequestChain
 from prefixcache_vllm.counting import Numbers, difference, scheduler_numbers
 from prefixcache_vllm.identity import CannotShareError, EngineIdentity, in_new_epoch
+from prefixcache_vllm.media import NO_MEDIA, Media, MediaReader
 from prefixcache_vllm.options import Options
 from prefixcache_vllm.orders import LoadOrder, PageRun, SaveOrder, StepOrders, page_run
 from prefixcache_vllm.tables import BlockTables
 
 log = logging.getLogger("prefixcache_vllm")
 
-_IMAGE: Final = "mm"
 _RUNNING: Final = "RUNNING"
 _OVERLAP: Final = 2
-_DRAFT_MODEL: Final = "draft_model"
-"""Counted for each request whose prefix was loaded for the model but not for its draft model."""
+_NOBODY: Final[frozenset[str]] = frozenset()
 _MAX_ROOTS: Final = 1024
 """Roots of salts that are remembered: as many tenants as send requests at a time."""
-_NOTHING: Final = StepOrders()
+NOTHING: Final = StepOrders()
+"""The orders of a step that has none: always this object."""
 
 
 class SchedulerSide:
@@ -67,14 +70,19 @@ class SchedulerSide:
         self.book = RequestBook(limits, asker)
         self.skipped: Counter[str] = Counter()
         """Requests left alone, by reason."""
+        self.without_draft: Counter[str] = Counter()
+        """Requests that began with a prefix their draft model has no KV of, because it is never kept, by reason."""
         self._requests: dict[str, Any] = {}
+        self._alone: set[str] = set()
+        self._adapters = Adapters(engine.lora_form)
+        self._media = MediaReader(engine.encoder, limits.ask_timeout_s)
         self._tables = BlockTables()
         self._orders = StepOrders()
         self._closing: set[str] = set()
         self._running: set[str] = set()
         self._loading: dict[str, tuple[frozenset[int], int]] = {}
         self._steps = 0
-        self._changes = (0, 0, 0, 0)
+        self._skips = False
         self._told: Numbers = {}
         self._number = 1
         self.announcements: Announcements | None = None
@@ -82,25 +90,27 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """See KVConnectorBase_V1.on_new_request."""
-        entry = self._entry(request)
-        if entry is None or not self._loads or _reads_nothing(request):
+        if self._media_of(request) is None:
             return
-        self._catch_up(entry, request)
-        keys = entry.chain.keys()
-        if keys:
-            entry.hint = Hint(Question(entry.namespace, keys, request.num_tokens, 0, request.num_tokens))
-            self._asker.hint(entry.hint)
+        entry, tokens = self._entry(request), request.num_tokens
+        if entry is None or tokens < self._options.block_tokens:
+            return
+        entry.hint = Hint(Question(entry.namespace, entry.chain, tokens, 0, tokens))
+        entry.hint.only_keys = not self._loads or _reads_nothing(request)
+        self._asker.hint(entry.hint)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """See KVConnectorBase_V1.get_num_new_matched_tokens."""
+        book, now = self.book, time.monotonic()
+        entry = book.get(request.request_id)
+        if entry is not None and entry.phase is Phase.ASKED and not entry.stale and book.waits(entry, now):
+            return None, False  # asked in every step: nothing else is looked at
+        if self._media_of(request) is None:
+            return None, False
         entry = self._entry(request)
         if entry is None or not self._loads or _reads_nothing(request):
             return 0, False
-        now = time.monotonic()
-        if self.book.waits(entry, now):  # asked in every step: nothing else is looked at
-            return None, False
-        self._catch_up(entry, request)
-        found = self.book.matched(entry, request.num_tokens, local_tokens, now)
+        found = book.matched(entry, request.num_tokens, local_tokens, now)
         return found, bool(found) and not self._sync
 
     def placed(self, request: Any, block_ids: tuple[list[int], ...], external_tokens: int) -> None:
@@ -111,8 +121,9 @@ class SchedulerSide:
         ticket = self.book.placed(entry, external_tokens)
         if ticket is None:
             return
-        if self._engine.draft_layers:
-            self.book.reasons[_DRAFT_MODEL] += 1
+        if self._engine.draft_off:
+            self.without_draft[self._engine.draft_off] += 1
+            self._skips = True
         first, end = entry.from_token, entry.from_token + external_tokens
         # The last block may hold more than fits: an engine that computes the last token itself has asked for less.
         order = LoadOrder(
@@ -124,25 +135,29 @@ class SchedulerSide:
 
     def step(self, scheduler_output: Any) -> StepOrders:
         """The orders of a step. See KVConnectorBase_V1.build_connector_meta."""
-        self._tables.step(scheduler_output)
         self._steps += 1
         if self._sync:
             self._end_sync_loads()
-        if not (scheduler_output.num_scheduled_tokens or self._running or self._closing or self._orders):
-            return _NOTHING  # vLLM steps without pause while something is waited for
-        orders, self._orders = self._orders, StepOrders()
         scheduled = scheduler_output.num_scheduled_tokens
+        if not (scheduled or self._running or self._closing or self._orders):
+            return NOTHING  # vLLM steps without pause while something is waited for
+        self._tables.step(scheduler_output)
+        orders, self._orders = self._orders, StepOrders()
         if self._saves:
-            self._save_scheduled(orders, scheduled)
+            self._save_scheduled(orders, scheduler_output)
         orders.leaving = self._leaving(scheduler_output)
-        self._running = (self._running - orders.leaving).union(scheduled)
-        orders.closing, self._closing = frozenset(self._closing), set()
+        if orders.leaving or self._running != scheduled.keys():
+            self._running = (self._running - orders.leaving).union(scheduled)
+        if self._closing:
+            orders.closing, self._closing = frozenset(self._closing), set()
         return orders
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> bool:
         """The request is over; whether its blocks must be kept until its saves are. See request_finished."""
         request_id = request.request_id
         self._requests.pop(request_id, None)
+        self._media.forget(request_id)
+        self._alone.discard(request_id)
         self._tables.forget(request_id)
         self._running.discard(request_id)
         loading = (entry := self.book.get(request_id)) is not None and entry.phase is Phase.LOADING
@@ -150,7 +165,6 @@ class SchedulerSide:
         if entry is None or loading or not self._saves:
             return False
         if not entry.stale and not self._options.prompt_only and len(self._engine.groups) == 1:
-            entry.chain.add(request.all_token_ids[entry.chain.tokens :])
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
             self._save(self._orders, entry, request, computed, block_ids)
         if not entry.saves or len(self._engine.groups) > 1:
@@ -184,17 +198,16 @@ class SchedulerSide:
     def numbers(self) -> Numbers:
         """What was counted since the last call; called in every step."""
         book = self.book
-        changes = (book.lookups, book.hits, book.reasons.total(), self.skipped.total())
-        if changes == self._changes:
+        if not (book.counted or self._skips):
             return {}
-        self._changes = changes
+        book.counted = self._skips = False
         totals = {
             "lookups": book.lookups,
             "hits": book.hits,
             "looked_up_tokens": book.looked_up_tokens,
             "loaded_tokens": book.loaded_tokens,
         }
-        now = scheduler_numbers(totals, book.reasons, self.skipped)
+        now = scheduler_numbers(totals, book.reasons, self.skipped, self.without_draft)
         new, self._told = difference(now, self._told), now
         return new
 
@@ -205,14 +218,21 @@ class SchedulerSide:
         self._namespaces.clear()
         self._namespace_of("", self._identity)
 
+    def close(self) -> None:
+        """The engine ends."""
+        self._media.close()
+
     def fingerprints(self) -> list[bytes]:
         """Of the namespaces in use."""
         return [namespace.epoch.fingerprint for namespace in self._namespaces.values()]
 
     def _leaving(self, scheduler_output: Any) -> frozenset[str]:
         """Requests that lost their blocks since the last step. Not every version says so; the status does."""
-        left_out = self._running - scheduler_output.num_scheduled_tokens.keys()
-        preempted = set(getattr(scheduler_output, "preempted_req_ids", None) or ())
+        told = getattr(scheduler_output, "preempted_req_ids", None)
+        left_out = self._running.difference(scheduler_output.num_scheduled_tokens)
+        if not left_out and not told:
+            return _NOBODY
+        preempted = set(told or ())
         for request_id in left_out:
             request = self._requests.get(request_id)
             if request is not None and request.status.name != _RUNNING:
@@ -224,17 +244,34 @@ class SchedulerSide:
         known = self.book.get(request_id)
         if known is not None and not known.stale:
             return known
-        reason = _left_alone(request)
+        if request_id in self._alone:
+            return None
+        reason = self._left_alone(request)
         if not reason:
             try:
-                entry = self.book.enter(request_id, lambda: self._begin(request))
+                entry = self.book.enter(Entry(request_id, *self._begin(request)))
                 self._requests[request_id] = request
                 return entry
             except CannotShareError as error:
                 reason = error.reason
                 log.warning("a request is left alone: %s", error)
-        self.skipped[reason] += 1
+        self._skip(reason)
+        self._alone.add(request_id)
         return None
+
+    def _skip(self, reason: str) -> None:
+        self.skipped[reason] += 1
+        self._skips = True
+
+    def _left_alone(self, request: Any) -> str:
+        """Why a request's KV is not cached; "" where it is."""
+        if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+            return "prompt_embeds"
+        if getattr(request, "pooling_params", None) is not None:
+            return "pooling"
+        if getattr(request, "resumable", False):
+            return "streaming_input"
+        return ""
 
     def _begin(self, request: Any) -> tuple[Namespace, RequestChain]:
         namespace = self._namespace(request)
@@ -247,20 +284,26 @@ class SchedulerSide:
             if len(self._roots) >= _MAX_ROOTS:
                 self._roots.clear()
             self._roots[fingerprint, salt] = root
-        chain = RequestChain(root, fingerprint, self._options.block_tokens, _extras(request))
-        return namespace, chain
+        media = self._media_of(request)
+        assert media is not None  # it was waited for
+        if media.reason:
+            self._skip(media.reason)
+        size, tokens = self._options.block_tokens, request.all_token_ids
+        return namespace, RequestChain(root, fingerprint, size, tokens, media.extras(), media.limit)
+
+    def _media_of(self, request: Any) -> Media | None:
+        """What a request's images are; None while that is looked at."""
+        if not getattr(request, "mm_features", None) or self._left_alone(request):
+            return NO_MEDIA
+        return self._media.of(request, time.monotonic())
 
     def _namespace(self, request: Any) -> Namespace:
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return self._namespaces[""]
-        name = f"{lora.lora_int_id} {lora.lora_name} {lora.lora_path}"
-        known = self._namespaces.get(name)
-        # `load_inplace`: the worker reads the files again for this request, whatever it has under that name.
-        if known is None or getattr(lora, "load_inplace", False):
-            identity = self._engine.with_lora(str(lora.lora_path), self._identity)
-            known = self._namespace_of(name, identity)
-        return known
+        digest = self._adapters.digest(lora)
+        known = self._namespaces.get(digest.hex())
+        return known or self._namespace_of(digest.hex(), dataclasses.replace(self._identity, lora=digest))
 
     def _namespace_of(self, name: str, identity: NamespaceIdentity) -> Namespace:
         namespace = Namespace(identity, label=self._engine.label)
@@ -268,36 +311,40 @@ class SchedulerSide:
         self._identities[namespace.epoch.fingerprint] = identity
         return namespace
 
-    def _catch_up(self, entry: Entry, request: Any) -> None:
-        have = entry.chain.tokens
-        if have < request.num_tokens:
-            entry.chain.add(request.all_token_ids[have:])
-
-    def _save_scheduled(self, orders: StepOrders, scheduled: Mapping[str, int]) -> None:
+    def _save_scheduled(self, orders: StepOrders, scheduler_output: Any) -> None:
         """Order what becomes whole in this step. Nearly every request of nearly every step only decodes a token: that
         must cost next to nothing, and vLLM's tables, which are made when they are asked for, are left alone."""
         size = self._options.block_tokens
-        for request_id, count in scheduled.items():
+        for request_id, count in scheduler_output.num_scheduled_tokens.items():
             request, entry = self._requests.get(request_id), self.book.get(request_id)
             if request is None or entry is None:
                 continue
             computed = request.num_computed_tokens + count
-            if computed // size > entry.saved_blocks and self._known(request, computed) // size > entry.saved_blocks:
+            if (
+                computed // size > entry.saved_blocks
+                and self._known(entry, request, computed) // size > entry.saved_blocks
+            ):
                 self._save(orders, entry, request, computed, self._tables.get(request_id))
 
-    def _known(self, request: Any, computed: int) -> int:
+    def _known(self, entry: Entry, request: Any, computed: int) -> int:
         """Of `computed` tokens those to save. Tokens not known yet (drafts, results on their way) wait."""
         most: int = request.num_prompt_tokens if self._options.prompt_only else request.num_tokens
-        return min(computed, most)
+        limit = entry.chain.limit()
+        return min(computed, most) if limit is None else min(computed, most, limit)
 
     def _save(
         self, orders: StepOrders, entry: Entry, request: Any, computed: int, table: tuple[list[int], ...] | None
     ) -> None:
         """Order what is whole when `computed` tokens are."""
-        known = self._known(request, computed)
+        known = self._known(entry, request, computed)
         if table is None or known // self._options.block_tokens <= entry.saved_blocks:
             return
-        self._catch_up(entry, request)
+        digest = self._identities[entry.chain.fingerprint].lora
+        if digest and not self._adapters.holds(request.lora_request, digest):
+            if not entry.stale:
+                self._skip(CHANGED)
+            entry.stale = True
+            return
         blocks = self.book.to_save(entry, known)
         if not blocks:
             return
@@ -341,17 +388,6 @@ class SchedulerSide:
         orders.namespaces[fingerprint] = self._identities[fingerprint]
 
 
-def _left_alone(request: Any) -> str:
-    """Why a request's KV is not cached; "" where it is."""
-    if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
-        return "prompt_embeds"
-    if getattr(request, "pooling_params", None) is not None:
-        return "pooling"
-    if getattr(request, "resumable", False):
-        return "streaming_input"
-    return ""
-
-
 def _images(request: Any) -> tuple[tuple[str, int, int], ...]:
     """(identifier, first token, tokens) of each."""
     features = getattr(request, "mm_features", None) or ()
@@ -361,11 +397,3 @@ def _images(request: Any) -> tuple[tuple[str, int, int], ...]:
 def _reads_nothing(request: Any) -> bool:
     """Whether every token has to be computed, because something about each is asked for (`prompt_logprobs`)."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))
-
-
-def _extras(request: Any) -> list[Extra]:
-    """What takes the place of placeholder tokens, by content."""
-    return [
-        Extra(_IMAGE, str(feature.identifier).encode(), int(feature.mm_position.offset))
-        for feature in getattr(request, "mm_features", None) or ()
-    ]

@@ -34,12 +34,17 @@ log = logging.getLogger("prefixcache_vllm")
 
 @dataclass(slots=True)
 class Ended:
-    """What ended since the last step, by request id. `bad_pages`: of loads whose failure can be told by page only."""
+    """What ended since the last step, by request id. `bad_pages`: of loads whose failure can be told by page only.
+
+    `lost`: whose load failed, whether in its step or beside it. `without_draft`: whose draft model's did.
+    """
 
     saved: set[str] = field(default_factory=set)
     arrived: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     bad_pages: set[int] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
+    without_draft: set[str] = field(default_factory=set)
 
 
 class _Source(NamedTuple):
@@ -68,6 +73,7 @@ class WorkerSide:
         self._loading: dict[str, LoadOrder] = {}
         self._closing: set[str] = set()
         self._bad_pages: set[int] = set()
+        self._lost: set[str] = set()
         self._staging = len(engine.groups) > 1
         self._tells_requests = tells_requests
         self.reason_off = "kv_cache_unknown"
@@ -113,6 +119,7 @@ class WorkerSide:
             if now:
                 if not self._transfers.load_now(work).ok:
                     self._bad_pages |= _pages_of(order)
+                    self._lost.add(order.request_id)
             else:
                 self._loading[order.request_id] = order
                 self._transfers.load(order.request_id, work)
@@ -137,8 +144,8 @@ class WorkerSide:
 
     def ended(self) -> Ended:
         """What the engine is to be told after this step."""
-        ended = Ended(bad_pages=self._bad_pages)
-        self._bad_pages = set()
+        ended = Ended(bad_pages=self._bad_pages, lost=self._lost)
+        self._bad_pages, self._lost = set(), set()
         for request_id, result in self._transfers.ended():
             self._note_load(request_id, result, ended)
         ended.saved = {request_id for request_id in self._closing if not self._transfers.saving(request_id)}
@@ -147,8 +154,7 @@ class WorkerSide:
 
     def numbers(self) -> Numbers:
         """What was moved since the last call."""
-        first = self._rank.number == 0
-        return worker_numbers(self._transfers.take_counts(), self._engine.identity.block_tokens if first else 0)
+        return worker_numbers(self._transfers.take_counts(), self._engine.identity.block_tokens)
 
     def close(self) -> None:
         """Finish what is under way, and go."""
@@ -204,8 +210,11 @@ class WorkerSide:
         order = self._loading.pop(request_id)
         ended.arrived.add(request_id)
         if not result.ok:
-            log.warning("a prefix of %d tokens was not loaded (%s); it is computed", order.to_token, result.reason)
+            log.warning(
+                "%s: a prefix of %d tokens was not loaded (%s)", self._engine.label, order.to_token, result.reason
+            )
             ended.failed.add(request_id)
+            ended.lost.add(request_id)
             if not self._tells_requests:
                 ended.bad_pages |= _pages_of(order)
 

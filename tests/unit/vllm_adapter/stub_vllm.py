@@ -1,5 +1,6 @@
 """Stand-ins for the classes of vLLM that the connector derives from: of a new version, and of one from before
-KVConnectorTransferResults, handle_preemptions and KVConnectorKVEvents. Enough to make connectors, no more."""
+KVConnectorTransferResults, handle_preemptions, KVConnectorKVEvents and saving after a draft model has run. Enough to
+make connectors, no more."""
 
 import enum
 import sys
@@ -11,12 +12,15 @@ import pytest
 from prometheus_client import Counter, Histogram
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+_RUNNER = "vllm.v1.worker.kv_connector_model_runner_mixin"
 _OURS = ("connector", "events", "stats")
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, new: bool) -> None:
     """Put the modules in place of vLLM's, and have ours imported anew."""
-    modules = {name: ModuleType(name) for name in _parents(_V1)}
+    modules = {name: ModuleType(name) for path in (_V1, _RUNNER) for name in _parents(path)}
+    runner = type("KVConnectorModelRunnerMixin", (), {"finalize_kv_connector": None} if new else {})
+    modules[_RUNNER] = _module(_RUNNER, KVConnectorModelRunnerMixin=runner)
     modules[f"{_V1}.base"] = _base(new=new)
     modules[f"{_V1}.metrics"] = _module(f"{_V1}.metrics", KVConnectorStats=_Stats)
     if new:

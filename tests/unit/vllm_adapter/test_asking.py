@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from prefixcache_client import Blocks, Client, ClientOptions
+from prefixcache_client.reasons import INTERNAL
 from prefixcache_vllm.asking import Ask, DaemonAsker, Hint, Question
+from prefixcache_vllm.chain import RequestChain
 from tests.e2e.processes import DaemonProcess, wait_until
 from tests.unit.vllm_adapter.fakes import NAMESPACE, SIZE
 
 TOKENS = list(range(1, 5 * SIZE + 10))
-KEYS = NAMESPACE.hash(TOKENS).keys
+OTHERS = [7] * len(TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,13 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 @pytest.fixture
 def client(daemon: DaemonProcess) -> Iterator[Client]:
     with Client(f"unix://{daemon.socket}", ClientOptions(timeout_s=5.0)) as made:
-        made.store(NAMESPACE, TOKENS, Blocks(np.ones((5, NAMESPACE.block_bytes), np.uint8)))
+        blocks = Blocks(np.ones((5, NAMESPACE.block_bytes), np.uint8))
+
+        def stored() -> bool:
+            result = made.store(NAMESPACE, TOKENS, blocks)
+            return result.stored_blocks == 5 or result.refused == {"already_stored": 5}
+
+        assert wait_until(stored), "a daemon that has just started refuses until it has memory"
         yield made
 
 
@@ -36,8 +44,9 @@ def asker(client: Client) -> Iterator[DaemonAsker]:
     made.close()
 
 
-def question(keys: bytes = KEYS) -> Question:
-    return Question(NAMESPACE, keys, len(TOKENS), SIZE, 4 * SIZE)
+def question(tokens: list[int] = TOKENS) -> Question:
+    chain = RequestChain(NAMESPACE.epoch.root, NAMESPACE.epoch.fingerprint, SIZE, tokens)
+    return Question(NAMESPACE, chain, len(tokens), SIZE, 4 * SIZE)
 
 
 def answered(ask: Ask) -> bool:
@@ -63,13 +72,52 @@ def test_found_and_given_back(asker: DaemonAsker, client: Client) -> None:
 
 
 def test_nothing_found(asker: DaemonAsker) -> None:
-    ask = Ask(question(bytes(64)))
+    ask = Ask(question(OTHERS))
     asker.submit(ask)
     assert answered(ask)
     found = ask.answer()
     assert found is not None
     assert found.ticket is None
     assert found.reason
+
+
+def test_what_found_nothing_wakes_no_thread_again(asker: DaemonAsker) -> None:
+    ask = Ask(question(OTHERS))
+    asker.submit(ask)
+    assert answered(ask)
+    for thread in range(len(asker._threads)):
+        asker._work.put(None)
+        asker._threads[thread].join(5.0)
+    while not asker._work.empty():
+        asker._work.get()
+    asker.give_back(ask, 0)
+    assert asker._work.empty()
+    lost = Ask(question())
+    asker.give_back(lost, 0)
+    assert not asker._work.empty(), "its answer may still come"
+
+
+def test_tokens_that_are_none_end_no_thread(asker: DaemonAsker) -> None:
+    for _ in range(5):
+        bad = Ask(question([-1] * (2 * SIZE)))
+        asker.hint(Hint(bad.question))
+        asker.submit(bad)
+        assert answered(bad)
+        found = bad.answer()
+        assert found is not None
+        assert (found.ticket, found.reason) == (None, INTERNAL)
+    good = Ask(question())
+    asker.submit(good)
+    assert answered(good)
+    asker.give_back(good, 0)
+
+
+def test_keys_alone_can_be_wished_for(asker: DaemonAsker, client: Client) -> None:
+    before = client.stats().acquires
+    hint = Hint(question(), only_keys=True)
+    asker.hint(hint)
+    assert wait_until(lambda: hint.question.chain.made == 5)
+    assert client.stats().acquires == before
 
 
 def test_a_lease_nobody_waits_for_is_released(asker: DaemonAsker, client: Client) -> None:
@@ -82,7 +130,7 @@ def test_a_lease_nobody_waits_for_is_released(asker: DaemonAsker, client: Client
 
 
 def test_hints_stop_where_there_is_no_slower_tier(asker: DaemonAsker) -> None:
-    asker.hint(Hint(question(bytes(64))))
+    asker.hint(Hint(question(OTHERS)))
     asker.hint(Hint(question()))
     after = Ask(question())
     asker.submit(after)

@@ -19,12 +19,9 @@ def book_of(asker: FakeAsker, *, keep_last: int = 0, share: float = 0.25) -> Req
 
 
 def entry_of(book: RequestBook, name: str = "r", tokens: int = 640) -> Entry:
-    def make() -> tuple[object, RequestChain]:
-        chain = RequestChain(NAMESPACE.epoch.root, NAMESPACE.epoch.fingerprint, SIZE)
-        chain.add(list(range(1, tokens + 1)))
-        return NAMESPACE, chain
-
-    return book.enter(name, make)  # type: ignore[arg-type] # a namespace
+    epoch = NAMESPACE.epoch
+    chain = RequestChain(epoch.root, epoch.fingerprint, SIZE, list(range(1, tokens + 1)))
+    return book.enter(Entry(name, NAMESPACE, chain))
 
 
 def test_asked_once_however_often_the_scheduler_asks(asker: FakeAsker) -> None:

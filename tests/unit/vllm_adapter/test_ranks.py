@@ -4,7 +4,7 @@ The KV is written into each rank's tensors without the code under test, and the 
 of one rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -168,6 +168,14 @@ class RankedEngine:
             rank.side.save(StepOrders(saves=[order], namespaces={order.fingerprint: self.identity}))
         self.settle()
 
+    def store_in_turn(self, kv: Kv, prompt: int, ranks: Iterable[int]) -> None:
+        """As `store`, each rank when the one before has written."""
+        order = self.order(prompt)
+        for number in ranks:
+            self.ranks[number].write(kv, self.pages)
+            self.ranks[number].side.save(StepOrders(saves=[order], namespaces={order.fingerprint: self.identity}))
+            self.settle()
+
     def settle(self) -> None:
         assert all(wait_until(lambda rank=rank: not rank.side.transfers.busy) for rank in self.ranks)
 
@@ -251,6 +259,18 @@ def test_any_number_of_ranks_reads_what_any_other_stored(
         reader = engine(identity, readers, other)
         assert reader.load(client, 1) == TOKENS
         assert reader.loaded(kv)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_tokens_are_counted_by_the_rank_that_makes_them_visible(
+    engine: Callable[..., RankedEngine], client: Client, last: int
+) -> None:
+    identity = identity_of(4, f"tokens {last}".encode().ljust(32, b"."))
+    pair = engine(identity, 2, "fused")
+    pair.store_in_turn(kv_of(identity, 1), 1, (1 - last, last))
+    numbers = [rank.side.numbers() for rank in pair.ranks]
+    assert numbers[last]["saved_tokens"] == BLOCKS * SIZE
+    assert "saved_tokens" not in numbers[1 - last]
 
 
 @pytest.mark.parametrize("form", ["mla", "mla_1"])

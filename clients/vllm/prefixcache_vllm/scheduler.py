@@ -133,14 +133,16 @@ class SchedulerSide:
         if not (scheduled or self._running or self._closing or self._orders):
             return NOTHING  # vLLM steps without pause while something is waited for
         self._tables.step(scheduler_output)
-        orders, self._orders = self._orders, StepOrders()
+        orders = self._orders
         if self._saves:
             self._save_scheduled(orders, scheduler_output)
-        orders.leaving = self._leaving(scheduler_output)
-        if orders.leaving or self._running != scheduled.keys():
-            self._running = (self._running - orders.leaving).union(scheduled)
-        if self._closing:
-            orders.closing, self._closing = frozenset(self._closing), set()
+        leaving = self._leaving(scheduler_output)
+        if leaving or self._running != scheduled.keys():
+            self._running = (self._running - leaving).union(scheduled)
+        if not (leaving or self._closing or orders):
+            return NOTHING  # nearly every step that only decodes
+        self._orders = StepOrders()
+        orders.leaving, orders.closing, self._closing = leaving, frozenset(self._closing), set()
         return orders
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> bool:

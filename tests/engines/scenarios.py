@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.e2e.processes import wait_until
+from tests.engines.models import HIDDEN
 
 WAIT_S = 60.0
 
@@ -18,8 +19,8 @@ def generate(
     lora: dict[str, Any] | None = None,
     **fields: Any,
 ) -> list[dict[str, Any]]:
-    """Greedy outputs of all prompts at once; `fields`: of each prompt. `lora`: of the LoRARequest,
-    `lora_path` at least."""
+    """Greedy outputs of all prompts at once; `fields`: of each prompt. `lora`: of the LoRARequest, `lora_path` at
+    least."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -31,30 +32,52 @@ def generate(
     if lora is not None:
         # Numbered by the path: vLLM keeps an adapter under its number.
         number = zlib.crc32(lora["lora_path"].encode()) % 1000 + 1
-        adapter = LoRARequest(lora_name=lora["lora_path"], lora_int_id=number, **lora)
+        adapter = LoRARequest(**({"lora_name": lora["lora_path"], "lora_int_id": number} | lora))
     return [_output(each) for each in llm.generate(asked, parameters, use_tqdm=False, lora_request=adapter)]
 
 
-def moved(llm: Any, prompts: list[list[int]]) -> dict[str, float]:
-    """How far next-token distributions of loaded prompts are from those of the engine's own prefill: the mean KL
-    divergence in nats, and the fewest tokens that were loaded of a prompt."""
-    import math
+def moved(llm: Any, prompts: list[list[int]], start: int) -> dict[str, list[float]]:
+    """How far the distributions of what follows each token from `start` on are from those of the engine's own prefill,
+    for prompts of which `start` tokens are loaded: of each prompt the mean KL divergence in nats, and what was
+    loaded."""
+    from tests.engines.transformers_side import divergence
 
+    kls, cached = [], []
+    # One at a time: a batch's kernels round in another way.
+    for each in prompts:
+        loaded, found = _logits(llm, each, start)
+        own, none = _logits(llm, each, start, skip_reading_prefix_cache=True)
+        assert none == 0
+        kls.append(divergence(own, loaded))
+        cached.append(float(found))
+    return {"kl": kls, "cached": cached}
+
+
+def _logits(llm: Any, prompt: list[int], start: int, **sampling: Any) -> tuple[Any, int]:
+    """Logits after each token from `start` on [tokens, vocabulary], and how many tokens were not computed."""
     from vllm import SamplingParams
 
-    def ask(**more: Any) -> list[Any]:
-        parameters = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False, **more)
-        # One at a time: a batch's kernels round in another way.
-        return [llm.generate([{"prompt_token_ids": each}], parameters, use_tqdm=False)[0] for each in prompts]
+    model = _core(llm).model_executor.driver_worker.worker.model_runner.get_model()
+    steps: list[Any] = []
+    hook = model.register_forward_hook(lambda *call: steps.append(call[-1].clone()))
+    try:
+        parameters = SamplingParams(temperature=0, max_tokens=1, detokenize=False, **sampling)
+        answer = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)[0]
+    finally:
+        hook.remove()
+    # vLLM itself asks for logits of the last token only: all positions of a prompt would be a cache's business too.
+    (hidden,) = steps
+    return model.compute_logits(hidden[start - len(prompt) :]), answer.num_cached_tokens or 0
 
-    loaded, own = ask(), ask(skip_reading_prefix_cache=True)
-    total = 0.0
-    for ours, theirs in zip(loaded, own, strict=True):
-        q, p = (answer.outputs[0].logprobs[0] for answer in (ours, theirs))
-        total += sum(math.exp(each.logprob) * (each.logprob - q[token].logprob) for token, each in p.items())
-    cached = [each.num_cached_tokens or 0 for each in loaded]
-    assert not any(each.num_cached_tokens for each in own)
-    return {"kl": total / len(prompts), "cached": min(cached)}
+
+def embedded(llm: Any, seed: int, tokens: int) -> dict[str, Any]:
+    """The output of a prompt that comes as embeddings, drawn by `seed`."""
+    import torch
+    from vllm import SamplingParams
+
+    drawn = torch.randn((tokens, HIDDEN), generator=torch.Generator().manual_seed(seed)) * 0.08
+    parameters = SamplingParams(temperature=0, max_tokens=16, logprobs=1, ignore_eos=True, detokenize=False)
+    return _output(llm.generate([{"prompt_embeds": drawn.to(torch.bfloat16)}], parameters, use_tqdm=False)[0])
 
 
 def speculated(llm: Any, prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.e2e.processes import DaemonProcess, wait_until
 from tests.engines.conftest import Checkpoints
@@ -21,6 +24,7 @@ from tests.engines.test_vllm import prompt
 from tests.engines.vllm_engine import ROOT
 from tests.engines.vllm_server import ANSWER_S, Server, documented_flag
 
+DOCS = ROOT / "docs" / "routing.md"
 ONE, OTHER = prompt(21, 700), prompt(22, 700)
 
 
@@ -31,9 +35,7 @@ class Router:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        found = re.search(
-            r"^python (clients/vllm/examples/router\.py) 8000 ", (ROOT / "docs/routing.md").read_text(), re.M
-        )
+        found = re.search(r"^python (clients/vllm/examples/router\.py) 8000 ", DOCS.read_text(), re.M)
         assert found is not None
         with log.open("ab") as out:
             command = [sys.executable, str(ROOT / found.group(1)), str(self.port), *places]
@@ -49,6 +51,20 @@ class Router:
         )
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             return str(answer.headers["X-Routed-To"]), str(json.loads(answer.read())["choices"][0]["text"])
+
+    def documented(self, prompt: str) -> dict[str, Any]:
+        """The answer to the documented curl command, with this test's port, model and prompt."""
+        found = re.search(r"^curl http://127\.0\.0\.1:8000/.*$", DOCS.read_text(), re.M)
+        assert found is not None
+        line = found.group().replace(":8000/", f":{self.port}/").replace("MODEL", "tiny").replace("...", prompt)
+        command = shlex.split(line)
+        if shutil.which("curl") is None:
+            url, header, body = command[1], command[3], command[5]
+            request = urllib.request.Request(url, body.encode(), dict([header.split(": ")]))
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+                return dict(json.loads(answer.read()))
+        limits = ["--silent", "--show-error", "--fail", "--noproxy", "127.0.0.1", "--max-time", str(ANSWER_S)]
+        return dict(json.loads(subprocess.run([*command, *limits], stdout=subprocess.PIPE, check=True).stdout))
 
     def answers(self) -> bool:
         """Whether it listens."""
@@ -115,6 +131,10 @@ def check(router: Router, nodes: list[tuple[Server, DaemonProcess]]) -> None:
     assert [went for went, _ in told] == [first, first]
     assert wait_until(lambda: nodes[0][0].metric(saved) >= before + 2 * 640)
     assert router.complete(texts[0]) == told[0], "text becomes the tokens under which it is cached"
+    asked = " ".join(f"w{token}" for token in range(40, 60))
+    answer = router.documented(asked)
+    assert (answer["model"], answer["usage"]["prompt_tokens"]) == ("tiny", 20)
+    assert answer["choices"][0]["text"].split()
     nodes[0][1].kill()  # its daemon is gone: everything goes on, and nothing is known to be cached there
     assert router.complete(OTHER)[0] == second
     assert router.complete(ONE)[1] == said

@@ -1,8 +1,9 @@
-"""The OpenAI server with the documented flag: killed and restarted, its prompts are still there. Then, under one server
-that goes on: the daemon frozen, killed in the middle of a load, full, restarted; the same tokens, in time, and reuse
-comes back by itself.
+"""The OpenAI server with the documented flag. First without a daemon, beside a server without the connector: as fast,
+the same tokens, and reuse begins when the daemon does. Killed and restarted, its prompts are still there. Then, under
+one server that goes on: the daemon frozen, killed in the middle of a load, full, restarted; the same tokens, in time,
+and reuse comes back by itself.
 
-One server after the other, and the tests of the second in the order of the file: a server takes a minute to start.
+One server after the other, and the tests in the order of the file: a server takes a minute to start.
 """
 
 import itertools
@@ -12,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -29,17 +31,24 @@ LATEST_S = 1.0
 
 
 class Host:
-    """A host's daemon, one after the other, and its second server; `cold`: what follows each prompt, computed."""
+    """A host's daemon, not there at first, then one after the other, and its second server; `cold`: what follows each
+    prompt, computed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "daemon").mkdir()
         (folder / "told").mkdir()
-        self.daemon = DaemonProcess(folder / "daemon", host_bytes="64MiB")
-        self.address = f"unix://{self.daemon.socket}"
+        self.address = f"unix://{folder}/daemon/d.sock"
         self.cold: dict[str, list[int]] = {}
         self.no_cache_s = 0.0
+        self._daemon: DaemonProcess | None = None
         self._server: Server | None = None
+
+    @property
+    def daemon(self) -> DaemonProcess:
+        """The one that was started last."""
+        assert self._daemon is not None
+        return self._daemon
 
     @property
     def server(self) -> Server:
@@ -48,9 +57,14 @@ class Host:
         return self._server
 
     def restart(self, host_bytes: str = "64MiB") -> None:
-        """Another daemon in the place of the one before."""
-        self.daemon.kill()
-        self.daemon = DaemonProcess(self.folder / "daemon", host_bytes=host_bytes)
+        """A daemon, in the place of the one before if there was one."""
+        self.stop()
+        self._daemon = DaemonProcess(self.folder / "daemon", host_bytes=host_bytes)
+
+    def stop(self) -> None:
+        """Kill the daemon, if there is one."""
+        if self._daemon is not None:
+            self._daemon.kill()
 
     def serve(self, server: Server) -> None:
         """From here on this is the server; learns what it says without the cache, and how long that takes."""
@@ -100,22 +114,66 @@ class Host:
         assert max(self.held_s()) <= LATEST_S
 
 
+class Beside:
+    """The first server, whose daemon was never started, and one without the connector, of the same checkpoint."""
+
+    def __init__(self, host: Host, ours: Server, plain: Server) -> None:
+        self.host, self.ours, self.plain = host, ours, plain
+        for server in (plain, ours):
+            server.complete(LONG)  # the first request of a server makes its kernels
+
+    def is_in_time(self, tokens: list[int]) -> bool:
+        """The same tokens from both; whether ours took no longer than the other, asked before and after, and a
+        second."""
+        plain, ours, again = (self._asked(server, tokens) for server in (self.plain, self.ours, self.plain))
+        assert plain[0] == ours[0] == again[0]
+        return ours[1] <= max(plain[1], again[1]) + LATEST_S
+
+    def reuses(self) -> bool:
+        """Whether LONG comes from the daemon; if not, it is computed and stored."""
+        hits = self.ours.metric(HITS)
+        assert self.ours.complete(LONG) == self.host.cold[str(LONG)]
+        return self.ours.metric(HITS) == hits + 640
+
+    def _asked(self, server: Server, tokens: list[int]) -> tuple[list[int], float]:
+        began = time.monotonic()
+        said = server.complete(tokens)
+        return said, time.monotonic() - began
+
+
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     made = Host(tmp_path_factory.mktemp("host"))
     yield made
-    made.daemon.kill()
+    made.stop()
 
 
 @pytest.fixture(scope="module")
-def stored(host: Host, checkpoints: Checkpoints) -> Host:
-    """The first server computed LONG, stored it, and is gone."""
-    flags = ("--kv-transfer-config", documented_flag(host.address), "--no-enable-prefix-caching")
-    with Server(checkpoints("llama"), host.folder / "first.log", *flags) as server:
-        cold = host.cold[str(LONG)] = server.complete(LONG)
-        assert server.metric(f"{OURS}hits_total") == 0, "a counter is there before it counts"
-        assert wait_until(lambda: server.complete(LONG) == cold and server.metric(HITS) >= 640)
-        assert wait_until(lambda: server.metric(f"{OURS}saved_tokens_total") >= 704)
+def beside(host: Host, checkpoints: Checkpoints) -> Iterator[Beside]:
+    """See Beside; the servers start side by side."""
+    model, alone = checkpoints("llama"), ("--no-enable-prefix-caching",)
+    flags = (*alone, "--kv-transfer-config", documented_flag(host.address))
+    with ExitStack() as stack:
+
+        def start(name: str, flags: tuple[str, ...]) -> Server:
+            return stack.enter_context(Server(model, host.folder / f"{name}.log", *flags))
+
+        with ThreadPoolExecutor(2) as pool:
+            ours, plain = pool.map(start, ("first", "plain"), (flags, alone))
+        yield Beside(host, ours, plain)
+
+
+@pytest.fixture(scope="module")
+def stored(beside: Beside) -> Host:
+    """The daemon is there, the first server stored LONG in it, and is gone."""
+    host, server = beside.host, beside.ours
+    host.cold[str(LONG)] = beside.plain.complete(LONG)
+    beside.plain.kill()
+    if host._daemon is None:
+        host.restart()
+    assert wait_until(beside.reuses)
+    assert wait_until(lambda: server.metric(f"{OURS}saved_tokens_total") >= 704)
+    server.kill()
     return host
 
 
@@ -145,6 +203,22 @@ def host_with(host: Host, server: Server) -> Host:
     host.serve(server)
     assert host.cold[str(LONG)] == loaded
     return host
+
+
+def test_daemon_never_started(beside: Beside) -> None:
+    """Nothing says so but the counter; then it is started, and reuse begins by itself."""
+    server = beside.ours
+    assert server.metric(f"{OURS}hits_total") == 0, "a counter is there before it counts"
+    for tokens in (LONG, OTHERS[0], HUGE, LONG):
+        # A machine may be busy three times in a row, but what waits for a daemon waits every time.
+        assert any(beside.is_in_time(tokens) for _ in range(3))
+    with ThreadPoolExecutor(len(OTHERS)) as pool:  # batches change the last digits of sums, so tokens as well
+        assert [len(answer) for answer in pool.map(server.complete, OTHERS)] == [16] * len(OTHERS)
+    assert server.metric(HITS) == server.metric(f"{OURS}saved_tokens_total") == 0
+    assert server.metric(f"{OURS}not_loaded_total", reason="server_unavailable") > 0
+    beside.host.cold[str(LONG)] = beside.plain.complete(LONG)
+    beside.host.restart()
+    assert wait_until(beside.reuses)
 
 
 def test_second_server_reuses_and_counts(second: Host) -> None:

@@ -52,6 +52,12 @@ class TransformersSide:
         )
         return identity.fingerprint().hex()
 
+    def write(self, tokens: list[int]) -> int:
+        """Computes and stores them; how many were there already."""
+        _, found = self.cache.prefill(torch.tensor([tokens]))
+        assert found is not None
+        return found.columns
+
     def says(self, tokens: list[int], count: int = 16) -> tuple[list[int], int]:
         """What follows greedily, and how many tokens were reused; stores all blocks."""
         before = self.cache.stats.reused
@@ -77,18 +83,10 @@ class TransformersSide:
         assert found is not None
         with torch.no_grad():
             own = self.model(input_ids=ids).logits[0, found.columns :]
-        return found.columns, _divergence(own, output.logits[0])
-
-    def rounding(self, tokens: list[int], start: int) -> float:
-        """How far this model's own prefill is from one in float32, in the same measure, over tokens from `start` on:
-        what computing in this dtype costs by itself."""
-        exact: Any = AutoModelForCausalLM.from_pretrained(self.model.config.name_or_path, dtype=torch.float32).eval()
-        ids = torch.tensor([tokens])
-        with torch.no_grad():
-            return _divergence(exact(input_ids=ids).logits[0, start:], self.model(input_ids=ids).logits[0, start:])
+        return found.columns, divergence(own, output.logits[0])
 
 
-def _divergence(own: torch.Tensor, other: torch.Tensor) -> float:
+def divergence(own: torch.Tensor, other: torch.Tensor) -> float:
     """Mean KL divergence in nats of distributions given as logits [positions, vocabulary]."""
     p, q = (torch.log_softmax(logits.double(), dim=-1) for logits in (own, other))
     return float((p.exp() * (p - q)).sum(-1).mean())

@@ -20,6 +20,7 @@ from prefixcache_client.foreign import ForeignCache, ForeignLease
 from prefixcache_client.handover import LeaseTicket
 from prefixcache_client.lease import Lease
 from prefixcache_client.namespace import Namespace, PromptKeys
+from prefixcache_client.nodes import Nodes
 from prefixcache_client.options import ClientOptions
 from prefixcache_client.portions import Portion
 from prefixcache_client.results import (
@@ -56,6 +57,7 @@ __all__ = [
     "LeaseTicket",
     "LookupResult",
     "Namespace",
+    "Nodes",
     "Pages",
     "PinResult",
     "Portion",

@@ -29,7 +29,7 @@ from prefixcache_transformers.cache_io import take_snapshot
 from prefixcache_transformers.continuous import UNKNOWN_FORM, Batching, batching
 from prefixcache_transformers.model_identity import AdapterState, adapter_state, model_identity
 from prefixcache_transformers.probe import probe
-from prefixcache_transformers.requests import Settings, bypass_reason
+from prefixcache_transformers.requests import Settings, bypass_reason, other_inputs
 from prefixcache_transformers.restoring import restore_prompts
 from prefixcache_transformers.storing import Stats, StoreJob, StoreThread, until_end
 
@@ -126,10 +126,14 @@ class PrefixCache:
         """One forward over what is not cached, for callers with their own decoding loop; stores the prompt.
 
         Returns the model's output (logits of the computed columns only) and the prefix, whose `cache` now holds the
-        whole prompt; None where the batch is not left-padded, and then everything was computed without a cache. The
-        prompt is stored when this returns, so the caller may change the cache.
+        whole prompt; None where the batch is not left-padded or the model is given more than token ids (images), and
+        then everything was computed without a cache. The prompt is stored when this returns, so the caller may change
+        the cache.
         """
-        found = self.lookup(input_ids, attention_mask)
+        reason = other_inputs(arguments)
+        if reason:
+            self.stats.reasons[reason] += 1
+        found = None if reason else self.lookup(input_ids, attention_mask)
         if found is None:
             return self.model(input_ids=input_ids, attention_mask=attention_mask, **arguments), None
         if attention_mask is not None:

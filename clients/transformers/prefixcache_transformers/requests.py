@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-__all__ = ["Settings", "bypass_reason"]
+__all__ = ["Settings", "bypass_reason", "other_inputs"]
 
 # Arguments that change what a prompt's states are, or bring a cache of their own.
 _REFUSED = {
@@ -29,6 +30,7 @@ _REFUSED = {
 }
 # Older Gemma checkpoints ask for it; `generate` takes its default cache instead.
 _UNSET_BY_GENERATE = ("cache_implementation", "hybrid")
+_MODEL_INPUTS = ("past_key_values", "inputs_embeds", "position_ids")
 _KNOWN_TENSORS = {"input_ids", "attention_mask"}
 
 
@@ -86,5 +88,22 @@ def bypass_reason(model: PreTrainedModel, input_ids: torch.Tensor | None, argume
         return "no_input_ids"
     if settings.get("use_cache") is False:
         return "use_cache_off"
-    tensors = {name for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    return None if tensors <= _KNOWN_TENSORS else "other_model_inputs"
+    return other_inputs(arguments)
+
+
+def other_inputs(arguments: Mapping[str, Any]) -> str | None:
+    """Why what a model is given beside its token ids makes other KV of them (images); None where it does not."""
+    for name in _MODEL_INPUTS:
+        if arguments.get(name) is not None:
+            return _REFUSED[name]
+    holders = {name for name, value in arguments.items() if _holds_tensor(value)}
+    return None if holders <= _KNOWN_TENSORS else "other_model_inputs"
+
+
+def _holds_tensor(value: object) -> bool:
+    """Processors give tensors, arrays, or lists of either."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds_tensor(part) for part in value)
+    return isinstance(value, torch.Tensor | np.ndarray)

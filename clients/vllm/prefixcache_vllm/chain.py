@@ -6,23 +6,31 @@ prompt over by reference and finds its keys made when it needs them. Images and 
 which they begin (see prefixcache.identity.keys). It must not know vLLM.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prefixcache.identity.keys import KEY_BYTES, Extra, block_keys, split_extras
 
 
 class RequestChain:
-    """A key chain under one namespace's root. `fingerprint` names the namespace."""
+    """A key chain under one namespace's root. `fingerprint` names the namespace. `limit`: tokens in front of the first
+    one whose KV cannot be told from others, None where there is none."""
 
-    __slots__ = ("_extras", "_keys", "_root", "_tokens", "block_tokens", "fingerprint")
+    __slots__ = ("_extras", "_keys", "_root", "_tokens", "block_tokens", "fingerprint", "limit")
 
     def __init__(
-        self, root: bytes, fingerprint: bytes, block_tokens: int, tokens: Sequence[int], extras: Sequence[Extra] = ()
+        self,
+        root: bytes,
+        fingerprint: bytes,
+        block_tokens: int,
+        tokens: Sequence[int],
+        extras: Sequence[Extra] = (),
+        limit: Callable[[], int | None] = lambda: None,
     ) -> None:
         """`tokens`: read later, by any thread; may grow behind what `keys` is asked for. `extras`: offsets count from
-        the request's first token. Raises ValueError for an extra that is none."""
+        the request's first token. `limit`: asked anew each time. Raises ValueError for an extra that is none."""
         self.fingerprint = fingerprint
         self.block_tokens = block_tokens
+        self.limit = limit
         self._root = root
         self._tokens = tokens
         self._extras = split_extras(extras, block_tokens) if extras else {}

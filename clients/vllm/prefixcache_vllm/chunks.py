@@ -91,6 +91,9 @@ def chained_groups(kv_cache_config: Any) -> frozenset[int]:
 def _check(vllm_config: Any) -> None:
     if getattr(vllm_config, "lora_config", None) is not None:
         raise CannotShareError("lora_names", "vLLM's keys have adapters by name, and a name may come to mean another")
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    if multimodal is not None and not getattr(multimodal, "language_model_only", False):
+        raise CannotShareError("media_names", "vLLM's keys have images by the names that it or a client gave them")
     algorithm = str(getattr(vllm_config.cache_config, "prefix_caching_hash_algo", "sha256"))
     if algorithm not in _SAFE_HASHES:
         raise CannotShareError("weak_hash", f"keys of {algorithm!r} may meet; use --prefix-caching-hash-algo sha256")

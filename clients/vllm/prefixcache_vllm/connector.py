@@ -304,6 +304,8 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
             self._workers.close()
         if self._removals is not None:
             self._removals.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
         if self._asker is not None:
             self._asker.close()
             self._client.close()

@@ -204,6 +204,11 @@ class WithDrafts:
         self._main.reset()
         self._draft.reset()
 
+    def close(self) -> None:
+        """See SchedulerSide."""
+        self._main.close()
+        self._draft.close()
+
 
 def shares(options: Options, main: EngineIdentity, draft: EngineIdentity) -> tuple[Options, Options]:
     """Options of both sides. What may be pinned for requests that do not run is split as their blocks' sizes are."""

@@ -12,7 +12,6 @@ It must not know tensors.
 """
 
 import dataclasses
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from prefixcache.identity.layout import DTYPE_BITS, GroupKind, Layout, LayoutErr
 from prefixcache.identity.model import namespace_from_hf
 from prefixcache.identity.tensors import TensorFileError
 from prefixcache.identity.weights import weights_digest
+from prefixcache_vllm.encoder import NO_ENCODER, Encoder, encoder_of
 from prefixcache_vllm.options import Options
 from prefixcache_vllm.ranks import Rank, splits
 
@@ -70,6 +70,10 @@ class EngineIdentity:
     """Layers of a draft model beside it."""
     draft_off: str = ""
     """Why the KV of those layers is not kept; "" where it is, or where there are none."""
+    encoder: Encoder = NO_ENCODER
+    """What turns images and the like into KV."""
+    lora_form: str = ""
+    """What LoRA adapters are kept as."""
 
     @property
     def hybrid(self) -> bool:
@@ -80,10 +84,6 @@ class EngineIdentity:
         """Whether loads happen inside a step. Of several groups they cannot: a failure there is told by page, and the
         same page numbers are in every group."""
         return options.load == "sync" and len(self.groups) == 1
-
-    def with_lora(self, lora_path: str, base: NamespaceIdentity) -> NamespaceIdentity:
-        """`base`, the identity of some epoch, under an adapter. Raises CannotShareError for unreadable files."""
-        return dataclasses.replace(base, lora=lora_digest(Path(lora_path)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,12 @@ def engine_identity(vllm_config: Any, kv_cache_config: Any, options: Options) ->
     found = model_identity(vllm_config, kv_cache_config, options, main)
     known = sum(len(group.layers) for group in found.groups)
     total = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
-    return dataclasses.replace(found, draft_layers=total - known)
+    return dataclasses.replace(
+        found,
+        draft_layers=total - known,
+        encoder=encoder_of(vllm_config, _checkpoint_folder(main.config)),
+        lora_form=str(getattr(getattr(vllm_config, "lora_config", None), "lora_dtype", "")),
+    )
 
 
 def model_identity(vllm_config: Any, kv_cache_config: Any, options: Options, runs: RunModel) -> EngineIdentity:
@@ -146,16 +151,6 @@ def _is_the_models(layer: str) -> bool:
 def in_new_epoch(identity: NamespaceIdentity) -> NamespaceIdentity:
     """The identity after the weights were changed in place: equal to no other, in this process or elsewhere."""
     return dataclasses.replace(identity, weights_epoch=new_epoch())
-
-
-def lora_digest(folder: Path) -> bytes:
-    """32 bytes over an adapter's weights and settings. Raises CannotShareError."""
-    try:
-        config = (folder / "adapter_config.json").read_bytes()
-        file = folder / "adapter_model.safetensors"
-        return hashlib.sha256(weights_digest(file) + hashlib.sha256(config).digest()).digest()
-    except (OSError, TensorFileError) as error:
-        raise CannotShareError("lora_unreadable", f"{folder}: {error}") from error
 
 
 def layer_index(name: str) -> int | None:

@@ -4,10 +4,11 @@ Rules:
 1. Runs on the engine's scheduler thread: no call that waits, no work that grows with anything but the request, and
    little with that: prompts are handed on by reference and hashed elsewhere (see chain, asking).
 2. Attributes of requests are read by name, so that every version will do; nothing of vLLM is imported.
-3. A request whose KV tokens alone do not determine (prompt embeddings, pooling, streamed input) is left alone, with a
-   counted reason.
+3. A request whose KV cannot be told from others (prompt embeddings, pooling, streamed input) is left alone, with a
+   counted reason; one with an image that cannot be told from others from there on.
 """
 
+import dataclasses
 import logging
 import time
 from collections import Counter
@@ -15,22 +16,23 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from prefixcache.identity.fingerprint import NamespaceIdentity
-from prefixcache.identity.keys import KEY_BYTES, Extra, root_key
+from prefixcache.identity.keys import KEY_BYTES, root_key
 from prefixcache_client import Namespace
 from prefixcache_client.ids import new_id
+from prefixcache_vllm.adapters import CHANGED, Adapters
 from prefixcache_vllm.announcing import Announcements, StoredBlocks
 from prefixcache_vllm.asking import Asker, Hint, Question
 from prefixcache_vllm.book import Entry, Limits, Phase, RequestBook
 from prefixcache_vllm.chain import RequestChain
 from prefixcache_vllm.counting import Numbers, difference, scheduler_numbers
 from prefixcache_vllm.identity import CannotShareError, EngineIdentity, in_new_epoch
+from prefixcache_vllm.media import NO_MEDIA, Media, MediaReader
 from prefixcache_vllm.options import Options
 from prefixcache_vllm.orders import LoadOrder, PageRun, SaveOrder, StepOrders, page_run
 from prefixcache_vllm.tables import BlockTables
 
 log = logging.getLogger("prefixcache_vllm")
 
-_IMAGE: Final = "mm"
 _RUNNING: Final = "RUNNING"
 _OVERLAP: Final = 2
 _NOBODY: Final[frozenset[str]] = frozenset()
@@ -71,6 +73,9 @@ class SchedulerSide:
         self.without_draft: Counter[str] = Counter()
         """Requests that began with a prefix their draft model has no KV of, because it is never kept, by reason."""
         self._requests: dict[str, Any] = {}
+        self._alone: set[str] = set()
+        self._adapters = Adapters(engine.lora_form)
+        self._media = MediaReader(engine.encoder, limits.ask_timeout_s)
         self._tables = BlockTables()
         self._orders = StepOrders()
         self._closing: set[str] = set()
@@ -85,6 +90,8 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """See KVConnectorBase_V1.on_new_request."""
+        if self._media_of(request) is None:
+            return
         entry, tokens = self._entry(request), request.num_tokens
         if entry is None or tokens < self._options.block_tokens:
             return
@@ -98,6 +105,8 @@ class SchedulerSide:
         entry = book.get(request.request_id)
         if entry is not None and entry.phase is Phase.ASKED and not entry.stale and book.waits(entry, now):
             return None, False  # asked in every step: nothing else is looked at
+        if self._media_of(request) is None:
+            return None, False
         entry = self._entry(request)
         if entry is None or not self._loads or _reads_nothing(request):
             return 0, False
@@ -149,6 +158,8 @@ class SchedulerSide:
         """The request is over; whether its blocks must be kept until its saves are. See request_finished."""
         request_id = request.request_id
         self._requests.pop(request_id, None)
+        self._media.forget(request_id)
+        self._alone.discard(request_id)
         self._tables.forget(request_id)
         self._running.discard(request_id)
         loading = (entry := self.book.get(request_id)) is not None and entry.phase is Phase.LOADING
@@ -209,6 +220,10 @@ class SchedulerSide:
         self._namespaces.clear()
         self._namespace_of("", self._identity)
 
+    def close(self) -> None:
+        """The engine ends."""
+        self._media.close()
+
     def fingerprints(self) -> list[bytes]:
         """Of the namespaces in use."""
         return [namespace.epoch.fingerprint for namespace in self._namespaces.values()]
@@ -231,6 +246,8 @@ class SchedulerSide:
         known = self.book.get(request_id)
         if known is not None and not known.stale:
             return known
+        if request_id in self._alone:
+            return None
         reason = self._left_alone(request)
         if not reason:
             try:
@@ -240,9 +257,13 @@ class SchedulerSide:
             except CannotShareError as error:
                 reason = error.reason
                 log.warning("a request is left alone: %s", error)
+        self._skip(reason)
+        self._alone.add(request_id)
+        return None
+
+    def _skip(self, reason: str) -> None:
         self.skipped[reason] += 1
         self._skips = True
-        return None
 
     def _left_alone(self, request: Any) -> str:
         """Why a request's KV is not cached; "" where it is."""
@@ -265,20 +286,26 @@ class SchedulerSide:
             if len(self._roots) >= _MAX_ROOTS:
                 self._roots.clear()
             self._roots[fingerprint, salt] = root
-        size, extras = self._options.block_tokens, _extras(request)
-        return namespace, RequestChain(root, fingerprint, size, request.all_token_ids, extras)
+        media = self._media_of(request)
+        assert media is not None  # it was waited for
+        if media.reason:
+            self._skip(media.reason)
+        size, tokens = self._options.block_tokens, request.all_token_ids
+        return namespace, RequestChain(root, fingerprint, size, tokens, media.extras(), media.limit)
+
+    def _media_of(self, request: Any) -> Media | None:
+        """What a request's images are; None while that is looked at."""
+        if not getattr(request, "mm_features", None) or self._left_alone(request):
+            return NO_MEDIA
+        return self._media.of(request, time.monotonic())
 
     def _namespace(self, request: Any) -> Namespace:
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return self._namespaces[""]
-        name = f"{lora.lora_int_id} {lora.lora_name} {lora.lora_path}"
-        known = self._namespaces.get(name)
-        # `load_inplace`: the worker reads the files again for this request, whatever it has under that name.
-        if known is None or getattr(lora, "load_inplace", False):
-            identity = self._engine.with_lora(str(lora.lora_path), self._identity)
-            known = self._namespace_of(name, identity)
-        return known
+        digest = self._adapters.digest(lora)
+        known = self._namespaces.get(digest.hex())
+        return known or self._namespace_of(digest.hex(), dataclasses.replace(self._identity, lora=digest))
 
     def _namespace_of(self, name: str, identity: NamespaceIdentity) -> Namespace:
         namespace = Namespace(identity, label=self._engine.label)
@@ -295,20 +322,30 @@ class SchedulerSide:
             if request is None or entry is None:
                 continue
             computed = request.num_computed_tokens + count
-            if computed // size > entry.saved_blocks and self._known(request, computed) // size > entry.saved_blocks:
+            if (
+                computed // size > entry.saved_blocks
+                and self._known(entry, request, computed) // size > entry.saved_blocks
+            ):
                 self._save(orders, entry, request, computed, self._tables.get(request_id))
 
-    def _known(self, request: Any, computed: int) -> int:
+    def _known(self, entry: Entry, request: Any, computed: int) -> int:
         """Of `computed` tokens those to save. Tokens not known yet (drafts, results on their way) wait."""
         most: int = request.num_prompt_tokens if self._options.prompt_only else request.num_tokens
-        return min(computed, most)
+        limit = entry.chain.limit()
+        return min(computed, most) if limit is None else min(computed, most, limit)
 
     def _save(
         self, orders: StepOrders, entry: Entry, request: Any, computed: int, table: tuple[list[int], ...] | None
     ) -> None:
         """Order what is whole when `computed` tokens are."""
-        known = self._known(request, computed)
+        known = self._known(entry, request, computed)
         if table is None or known // self._options.block_tokens <= entry.saved_blocks:
+            return
+        digest = self._identities[entry.chain.fingerprint].lora
+        if digest and not self._adapters.holds(request.lora_request, digest):
+            if not entry.stale:
+                self._skip(CHANGED)
+            entry.stale = True
             return
         blocks = self.book.to_save(entry, known)
         if not blocks:
@@ -362,11 +399,3 @@ def _images(request: Any) -> tuple[tuple[str, int, int], ...]:
 def _reads_nothing(request: Any) -> bool:
     """Whether every token has to be computed, because something about each is asked for (`prompt_logprobs`)."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))
-
-
-def _extras(request: Any) -> list[Extra]:
-    """What takes the place of placeholder tokens, by content."""
-    return [
-        Extra(_IMAGE, str(feature.identifier).encode(), int(feature.mm_position.offset))
-        for feature in getattr(request, "mm_features", None) or ()
-    ]

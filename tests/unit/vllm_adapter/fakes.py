@@ -1,11 +1,13 @@
 """Stand-ins: an asker that answers when told to, tickets, and what vLLM hands over, with only the attributes it has."""
 
-from collections.abc import Sequence
+from collections import UserDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from prefixcache.identity.fingerprint import NamespaceIdentity
 from prefixcache.identity.keys import KEY_BYTES
@@ -14,6 +16,7 @@ from prefixcache_client import LeaseTicket, Namespace
 from prefixcache_client.runs import SlotRun
 from prefixcache_vllm.asking import Ask, Found, Hint
 from prefixcache_vllm.identity import EngineIdentity, GroupPages
+from tests.e2e.processes import wait_until
 
 SIZE = 64
 LAYOUT = Layout.of(LayerGroup(GroupKind.FULL, (0, 1), 2, 32, 32, "bfloat16"))
@@ -110,6 +113,28 @@ class FakeTokens(Sequence[int]):
 
     def __len__(self) -> int:
         return self.request.num_tokens
+
+
+def image(content: int | str, offset: int, tokens: int = 20, *, name: str = "") -> Any:
+    """A MultiModalFeatureSpec; vLLM calls it by its content unless it has a `name`."""
+    seed = hash_of(str(content))
+    pixels = torch.rand((3, 8, 8), generator=torch.Generator().manual_seed(seed))
+    return SimpleNamespace(
+        data=UserDict({"pixel_values": SimpleNamespace(data=pixels)}), modality="image",
+        identifier=name or f"digest of {content}", mm_position=SimpleNamespace(offset=offset, length=tokens),
+    )  # fmt: skip
+
+
+def hash_of(content: str) -> int:
+    """A small number, the same in every process."""
+    return int.from_bytes(content.encode(), "little") % (1 << 31)
+
+
+def until_read(ask: Callable[[], Any]) -> Any:
+    """What `ask` answers in the end: images are read on another thread, and None means later."""
+    found: list[Any] = []
+    assert wait_until(lambda: found.append(ask()) or found[-1] is not None)  # type: ignore[func-returns-value] # or
+    return found[-1]
 
 
 def step(scheduled: dict[str, int], tables: dict[str, tuple[list[int], ...]], **more: Any) -> Any:

@@ -1,11 +1,9 @@
 """Announced is what was confirmed, in that order, and no more waits than a bound."""
 
-from types import SimpleNamespace
-
 from prefixcache_vllm.announcing import MAX_WAITING, Announcements, RemovedBlocks, StoredBlocks
 from prefixcache_vllm.options import Options
 from prefixcache_vllm.scheduler import SchedulerSide
-from tests.unit.vllm_adapter.fakes import SIZE, FakeAsker, FakeRequest, engine, step
+from tests.unit.vllm_adapter.fakes import SIZE, FakeAsker, FakeRequest, engine, image, step, until_read
 
 BLOCKS = StoredBlocks(bytes(64), None, (1, 2), 1)
 
@@ -50,9 +48,9 @@ def test_what_went_before_it_was_announced_is_taken_back() -> None:
 def test_of_a_request_with_images_and_an_adapter() -> None:
     """What vLLM's own classes make of it is tested with the real engine."""
     side = SchedulerSide(engine(), Options(), FakeAsker())
-    image = SimpleNamespace(identifier="img", mm_position=SimpleNamespace(offset=70, length=20))
     request = FakeRequest("r", list(range(1, 201)))
-    request.mm_features = [image]
+    request.mm_features = [image("cat", 70, 20, name="img")]
+    until_read(lambda: side._media_of(request))
     side.announcements = Announcements()
     side.matched(request, 0)
     side.placed(request, ([1] * 10,), 0)

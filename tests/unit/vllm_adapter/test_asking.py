@@ -27,7 +27,13 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 @pytest.fixture
 def client(daemon: DaemonProcess) -> Iterator[Client]:
     with Client(f"unix://{daemon.socket}", ClientOptions(timeout_s=5.0)) as made:
-        made.store(NAMESPACE, TOKENS, Blocks(np.ones((5, NAMESPACE.block_bytes), np.uint8)))
+        blocks = Blocks(np.ones((5, NAMESPACE.block_bytes), np.uint8))
+
+        def stored() -> bool:
+            result = made.store(NAMESPACE, TOKENS, blocks)
+            return result.stored_blocks == 5 or result.refused == {"already_stored": 5}
+
+        assert wait_until(stored), "a daemon that has just started refuses until it has memory"
         yield made
 
 

@@ -93,6 +93,7 @@ def test_rows_of_equal_engines_are_shared_and_of_others_never(folder: Path, tmp_
     ("reason", "changes"),
     [
         ("lora_names", {"lora_config": object()}),
+        ("media_names", {"model_config__multimodal_config": SimpleNamespace(language_model_only=False)}),
         ("weak_hash", {"cache_config__prefix_caching_hash_algo": "xxhash"}),
         ("weights_unknown", {"load_config__load_format": "dummy"}),
         ("dynamic_scales", {"cache_config__calculate_kv_scales": True}),
@@ -102,6 +103,10 @@ def test_what_cannot_be_said_for_certain_is_not_kept(folder: Path, reason: str, 
     with pytest.raises(CannotShareError) as caught:
         print_of(folder, **changes)
     assert caught.value.reason == reason
+
+
+def test_a_model_that_sees_images_is_kept_where_it_is_used_for_text_only(folder: Path) -> None:
+    assert print_of(folder, model_config__multimodal_config=SimpleNamespace(language_model_only=True))
 
 
 def test_a_rows_size_that_nothing_can_have(folder: Path) -> None:

@@ -18,7 +18,7 @@ from prefixcache_vllm.identity import EngineIdentity, GroupPages
 from prefixcache_vllm.options import Options
 from prefixcache_vllm.orders import StepOrders
 from prefixcache_vllm.scheduler import SchedulerSide
-from tests.unit.vllm_adapter.fakes import SIZE, FakeAsker, FakeRequest, engine, step
+from tests.unit.vllm_adapter.fakes import SIZE, FakeAsker, FakeRequest, engine, image, step, until_read
 
 SMALL = Layout.of(LayerGroup(GroupKind.FULL, (0,), 1, 32, 32, "bfloat16"))
 IDENTITY = NamespaceIdentity(weights=b"d" * 32, layout=SMALL, block_tokens=SIZE)
@@ -210,14 +210,14 @@ def test_steps_too_long_for_the_draft_model_leave_gaps(sides: Sides) -> None:
 
 
 def test_requests_left_alone(sides: Sides) -> None:
-    image = SimpleNamespace(identifier="x", mm_position=SimpleNamespace(offset=3, length=4))
-    each = request(mm_features=[image])
+    each = request(mm_features=[image("cat", 3, 4)])
+    until_read(lambda: sides.main._media_of(each))
     assert sides.matched(each) == (None, False)
     sides.main_asker.tell(3)
     assert sides.matched(each) == (192, True), "the model's are found"
     assert not sides.draft_asker.asked
     sides.both.placed(each, (TABLE,), 192)
-    assert sides.draft.skipped["draft_images"]
+    assert sides.draft.skipped == {"draft_images": 1}
     sides.arrive(each)
     sides.both.finished(each, (TABLE,))
     assert len(sides.draft._trust) == 0

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from prefixcache.identity.model import namespace_from_hf
 from prefixcache.identity.weights import weights_digest
-from prefixcache_vllm.identity import CannotShareError, engine_identity, in_new_epoch, layer_index, lora_digest
+from prefixcache_vllm.identity import CannotShareError, engine_identity, in_new_epoch, layer_index
 from prefixcache_vllm.options import Options
 
 CONFIG: dict[str, Any] = {
@@ -176,19 +176,6 @@ def test_epochs_are_never_the_same(folder: Path) -> None:
     identity = engine_identity(config_of(folder), kv_config(), Options()).identity
     later = [in_new_epoch(identity).fingerprint() for _ in range(2)]
     assert len({identity.fingerprint(), *later}) == 3
-
-
-def test_adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    engine = engine_identity(config_of(folder), kv_config(), Options())
-    prints = {engine.identity.fingerprint()}
-    for rank in (8, 16):
-        adapter = tmp_path_factory.mktemp("lora")
-        save_file({"a": torch.full((2, 2), 1.0)}, adapter / "adapter_model.safetensors")
-        (adapter / "adapter_config.json").write_text(json.dumps({"r": rank}))
-        prints.add(engine.with_lora(str(adapter), engine.identity).fingerprint())
-    assert len(prints) == 3
-    with pytest.raises(CannotShareError):
-        lora_digest(folder)
 
 
 def test_layer_names() -> None:

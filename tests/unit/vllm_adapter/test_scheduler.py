@@ -13,7 +13,17 @@ from prefixcache.identity.keys import KEY_BYTES, block_keys, root_key
 from prefixcache_vllm.options import Options
 from prefixcache_vllm.orders import PageRun
 from prefixcache_vllm.scheduler import NOTHING, SchedulerSide
-from tests.unit.vllm_adapter.fakes import NAMESPACE, SIZE, FakeAsker, FakeRequest, blocks_of, engine, step
+from tests.unit.vllm_adapter.fakes import (
+    NAMESPACE,
+    SIZE,
+    FakeAsker,
+    FakeRequest,
+    blocks_of,
+    engine,
+    image,
+    step,
+    until_read,
+)
 
 
 @pytest.fixture
@@ -196,9 +206,10 @@ def test_salt_images_and_epochs_change_the_keys(asker: FakeAsker) -> None:
     plain = request("a")
     salted = request("b")
     salted.cache_salt = "s"
-    image = request("c")
-    image.mm_features = [SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=70))]
-    for each in (plain, salted, image):
+    seeing = request("c")
+    seeing.mm_features = [image("cat", 70)]
+    until_read(lambda: side._media_of(seeing))
+    for each in (plain, salted, seeing):
         side.matched(each, 0)
         keys.add(asker.asked[-1].question.prompt.keys)
     first = asker.asked[0].question.prompt.keys
@@ -220,9 +231,10 @@ def test_images_separate_from_where_they_begin(asker: FakeAsker) -> None:
 
     def keys_of(name: str, *images: tuple[str, int]) -> list[bytes]:
         each = request(name, 5 * SIZE)
-        each.mm_features = [
-            SimpleNamespace(identifier=image, mm_position=SimpleNamespace(offset=offset)) for image, offset in images
-        ]
+        each.mm_features = [image(content, offset) for content, offset in images]
+        if images:
+            assert side.matched(each, 0) == (None, False), "another thread reads them"
+            until_read(lambda: side._media_of(each))
         side.matched(each, 0)
         keys = asker.asked[-1].question.prompt.keys
         return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
@@ -239,26 +251,92 @@ def test_images_separate_from_where_they_begin(asker: FakeAsker) -> None:
     assert shared(both, keys_of("moved", ("cat", 71), ("dog", 200))) == 1, "nor is an image in another place"
 
 
+def test_images_that_cannot_be_told_from_others(asker: FakeAsker) -> None:
+    """The text in front of one is shared; from it on nothing is stored, and nobody can find anything."""
+    side = side_of(asker)
+
+    def seeing(name: str, data: Any) -> FakeRequest:
+        each = request(name, 5 * SIZE)
+        each.mm_features = [image("cat", 2 * SIZE + 5, name="number 1")]
+        each.mm_features[0].data = data
+        until_read(lambda: side._media_of(each))
+        return each
+
+    first, second = (seeing(name, None) for name in ("first", "second"))
+    for each in (first, second):
+        admit(side, asker, each, [1] * 10)
+    keys = [ask.question.prompt.keys for ask in asker.asked]
+    assert keys[0][: 2 * KEY_BYTES] == keys[1][: 2 * KEY_BYTES]
+    assert keys[0][2 * KEY_BYTES :] != keys[1][2 * KEY_BYTES :]
+    (order,) = side.step(step({"first": 5 * SIZE}, {"first": ([1] * 10,)})).saves
+    assert (order.first_block, order.end_block) == (0, 2)
+    first.num_computed_tokens = 5 * SIZE
+    assert not side.finished(first, ([1] * 10,)) or not side.step(step({}, {})).saves
+    assert side.skipped == {"media_not_here": 2}
+
+
+def test_nothing_is_stored_of_an_image_whose_name_came_to_mean_another(asker: FakeAsker) -> None:
+    """It came first and may be computed last: the model then sees what the encoder keeps under that name."""
+    side = side_of(asker)
+    first, second = request("first", 3 * SIZE), request("second", 3 * SIZE)
+    first.mm_features, second.mm_features = [image("cat", 70, name="x")], [image("dog", 70, name="x")]
+    until_read(lambda: side._media_of(first))
+    admit(side, asker, first, [1] * 6)
+    until_read(lambda: side._media_of(second))
+    (order,) = side.step(step({"first": 3 * SIZE}, {"first": ([1] * 6,)})).saves
+    assert order.end_block == 1
+
+
+def test_a_request_that_is_left_alone_is_counted_once(asker: FakeAsker) -> None:
+    side, each = side_of(asker), request()
+    each.pooling_params = 1
+    side.arrived(each)
+    for _ in range(3):
+        assert side.matched(each, 0) == (0, False)
+    assert side.skipped == {"pooling": 1}
+    side.finished(each, ([],))
+    side.arrived(each)
+    assert side.skipped == {"pooling": 2}, "another one under that id"
+
+
+def write_adapter(folder: Path, value: float) -> None:
+    folder.mkdir(exist_ok=True)
+    save_file({"a": torch.full((2, 2), value)}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def lora(number: int, folder: Path, **more: Any) -> Any:
+    return SimpleNamespace(lora_int_id=number, lora_name="a", lora_path=str(folder), **more)
+
+
 def test_adapters_are_their_bytes_also_when_loaded_in_place(asker: FakeAsker, tmp_path: Path) -> None:
     side = side_of(asker)
 
     def asked(name: str, **more: Any) -> bytes:
         each = request(name)
-        each.lora_request = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path=str(tmp_path), **more)
+        each.lora_request = lora(1, tmp_path, **more)
         side.matched(each, 0)
         return asker.asked[-1].question.prompt.keys
 
-    def write(value: float) -> None:
-        save_file({"a": torch.full((2, 2), value)}, tmp_path / "adapter_model.safetensors")
-        (tmp_path / "adapter_config.json").write_text("{}")
-
-    write(1.0)
+    write_adapter(tmp_path, 1.0)
     before = asked("before")
     assert asked("same") == before
-    write(2.0)
+    write_adapter(tmp_path, 2.0)
     after = asked("after", load_inplace=True)
     assert after != before
     assert asked("later") == after, "and so it stays"
+
+
+def test_nothing_is_stored_of_an_adapter_that_was_replaced_meanwhile(asker: FakeAsker, tmp_path: Path) -> None:
+    side, each, other = side_of(asker), request(), request("other")
+    write_adapter(tmp_path, 1.0)
+    each.lora_request, other.lora_request = lora(1, tmp_path), lora(1, tmp_path, load_inplace=True)
+    admit(side, asker, each, [1] * 7)
+    write_adapter(tmp_path, 2.0)
+    side.matched(other, 0)
+    for _ in range(2):
+        assert not side.step(step({"r": 200}, {"r": ([1] * 7,)})).saves
+    assert side.skipped == {"lora_changed": 1}
 
 
 def test_a_request_whose_every_token_must_be_computed_is_not_looked_up(asker: FakeAsker) -> None:

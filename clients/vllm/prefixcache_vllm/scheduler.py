@@ -138,11 +138,10 @@ class SchedulerSide:
         self._steps += 1
         if self._sync:
             self._end_sync_loads()
-        scheduled = scheduler_output.num_scheduled_tokens
-        if not (scheduled or self._running or self._closing or self._orders):
+        scheduled, orders = scheduler_output.num_scheduled_tokens, self._orders
+        if not (scheduled or self._running or self._closing or orders.loads or orders.saves):
             return NOTHING  # vLLM steps without pause while something is waited for
         self._tables.step(scheduler_output)
-        orders = self._orders
         if self._saves:
             self._save_scheduled(orders, scheduler_output)
         leaving = self._leaving(scheduler_output)
@@ -288,9 +287,11 @@ class SchedulerSide:
             self._roots[fingerprint, salt] = root
         media = self._media_of(request)
         assert media is not None  # it was waited for
+        size, tokens = self._options.block_tokens, request.all_token_ids
+        if media is NO_MEDIA:
+            return namespace, RequestChain(root, fingerprint, size, tokens)
         if media.reason:
             self._skip(media.reason)
-        size, tokens = self._options.block_tokens, request.all_token_ids
         return namespace, RequestChain(root, fingerprint, size, tokens, media.extras(), media.limit)
 
     def _media_of(self, request: Any) -> Media | None:
@@ -331,7 +332,7 @@ class SchedulerSide:
     def _known(self, entry: Entry, request: Any, computed: int) -> int:
         """Of `computed` tokens those to save. Tokens not known yet (drafts, results on their way) wait."""
         most: int = request.num_prompt_tokens if self._options.prompt_only else request.num_tokens
-        limit = entry.chain.limit()
+        limit = entry.chain.limit
         return min(computed, most) if limit is None else min(computed, most, limit)
 
     def _save(

@@ -17,13 +17,9 @@ class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc] # no vLLM whe
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         """See the base class, which refuses CPUs."""
         if self._worker is None:
-            region = SharedOffloadRegion(
-                engine_id=self._engine_id,
-                num_chunks=self.num_chunks,
-                rank=self.config.parallel.rank,
-                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-                cpu_page_size=self.cpu_page_size_per_worker,
-            )
+            chunks = getattr(self, "num_chunks", None) or self.num_blocks  # versions name them in two ways
+            rank, page = getattr(self.config.parallel, "rank", 0), self.cpu_page_size_per_worker
+            region = SharedOffloadRegion(self._engine_id, chunks, rank, self.kv_bytes_per_chunk, page)
             self._worker = CpuWorker(kv_caches, self.blocks_per_chunk, region)
         return self._worker
 

@@ -1,4 +1,5 @@
-"""Other forms of KV in vLLM: windows beside full attention, quantised KV; each engine cold, then from the daemon."""
+"""Other forms of KV in vLLM: windows beside full attention, half precision, quantised KV; each engine cold, then from
+the daemon."""
 
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def test_sliding_windows(shared_daemon: DaemonProcess, checkpoints: Checkpoints,
         if not engine.call("reports_failures"):
             assert engine.call("reason_off") == "engine_cannot_report_failure"
             assert engine.one(LONG).cached == 0
-            return
+            pytest.skip("this vLLM cannot be told which requests' loads failed (failed_recving)")
         forked_cold = engine.one(FORKED, cache_salt="cold")
         engine.call("settle")
         again = engine.one(LONG)
@@ -50,13 +51,29 @@ def test_sliding_windows(shared_daemon: DaemonProcess, checkpoints: Checkpoints,
         assert engine.call("counts")["reasons"]["load_failed"] == 1
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3"])
-def test_quantised(shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [{"dtype": "float16"}, {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e5m2"}],
+    ids=lambda form: next(iter(form.values())),
+)
+def test_other_numbers(
+    shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path: Path, form: dict[str, str]
+) -> None:
+    """Same tokens as computed, and bit for bit what vLLM says with the prefix in its own cache: 640 tokens too."""
+    own_cache = {"enable_prefix_caching": True, "block_size": 128}
     with Engine(
-        checkpoints("llama"), f"unix://{shared_daemon.socket}", log=tmp_path / "log", kv_cache_dtype=dtype
+        checkpoints("llama"), f"unix://{shared_daemon.socket}", log=tmp_path / "log", **own_cache, **form
     ) as engine:
         cold = engine.one(LONG)
         assert cold.cached == 0
+        assert len(set(cold.tokens)) > 8, "a model that repeats itself proves nothing"
         engine.call("settle")
-        again = engine.one(LONG)
-        assert (again.tokens, again.cached) == (cold.tokens, 640)
+        own = engine.one(LONG)
+        assert engine.call("counts")["loaded_tokens"] == 0
+        engine.call("settle")  # vLLM forgets nothing while pages are kept for their saves
+        assert engine.call("forget_own_cache")
+        loaded = engine.one(LONG)
+        assert engine.call("counts")["loaded_tokens"] == 640
+        assert (own.tokens, own.cached) == (cold.tokens, 640)
+        assert (loaded.tokens, loaded.cached) == (cold.tokens, 640)
+        assert loaded.logprobs == own.logprobs

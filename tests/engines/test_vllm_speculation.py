@@ -14,6 +14,7 @@ import pytest
 from tests.e2e.processes import DaemonProcess
 from tests.engines.conftest import Checkpoints
 from tests.engines.test_vllm import prompt
+from tests.engines.test_vllm_ranks import PAIR
 from tests.engines.transformers_side import MAX_KL, TransformersSide
 from tests.engines.vllm_engine import Engine
 
@@ -59,7 +60,12 @@ def test_lookup_in_the_prompt(shared_daemon: DaemonProcess, checkpoints: Checkpo
         assert (counts["draft"], counts["without_draft"]) == ({}, {})
 
 
-@pytest.mark.skipif(find_spec("vllm.v1.spec_decode.draft_model") is None, reason="this vLLM has no draft models")
+needs_draft_models = pytest.mark.skipif(
+    find_spec("vllm.v1.spec_decode.draft_model") is None, reason="this vLLM has no draft models"
+)
+
+
+@needs_draft_models
 def test_a_draft_model(shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path: Path) -> None:
     folder, small, address = checkpoints("llama"), checkpoints("draft"), f"unix://{shared_daemon.socket}"
     settings = {"speculative_config": DRAFTS | {"model": str(small)}, "connector": CONNECTOR}
@@ -98,3 +104,48 @@ def test_a_draft_model(shared_daemon: DaemonProcess, checkpoints: Checkpoints, t
         assert accepted(theirs) >= 0.9 * accepted(speculated(other, sampling={"skip_reading_prefix_cache": True}))
         check_what_it_stores(engine, [model, draft], prompt(225, 300) * 2)
         assert engine.call("counts")["draft"]["known"] == 0
+
+
+@needs_draft_models
+def test_what_vllms_own_cache_holds_of_a_draft_model(
+    shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Pages whose prefix was loaded for the model alone come back from vLLM's own cache, which knows nothing of it."""
+    folder, small, address = checkpoints("llama"), checkpoints("draft"), f"unix://{shared_daemon.socket}"
+    settings = {"speculative_config": DRAFTS | {"model": str(small)}, "enable_prefix_caching": True}
+    written = prompt(227, 700)
+    longer = written + prompt(228, 220)
+    with (
+        TransformersSide(folder, address) as model,
+        TransformersSide(small, address) as draft,
+        Engine(folder, address, log=tmp_path / "log", connector=CONNECTOR, **settings) as engine,
+    ):
+        model.says(written)
+        assert engine.one(written).cached == 640
+        draft.says(written)
+        assert engine.one(longer).cached > 640, "vLLM's own"
+        engine.call("settle")
+        stored = [len(engine.call("stored", prompt=longer, draft=which)) for which in (False, True)]
+        assert stored == [14, 10], "the draft model computed the tail without what is in front of it"
+        engine.one(longer, sampling={"skip_reading_prefix_cache": True})
+        engine.call("settle")
+        columns, kl = draft.moved([*longer, *prompt(45, 60)])
+        assert columns == 896
+        assert kl <= MAX_KL
+
+
+@needs_draft_models
+def test_a_draft_model_on_two_ranks(shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    small, written = checkpoints("draft"), prompt(901, 700)
+    speculation = DRAFTS | {"model": str(small), "draft_tensor_parallel_size": 2}
+    settings = PAIR | {"speculative_config": speculation, "connector": CONNECTOR}
+    address = f"unix://{shared_daemon.socket}"
+    with Engine(checkpoints("llama"), address, log=tmp_path / "log", **settings) as engine:
+        own = engine.call("speculated", prompt=written, max_tokens=ANSWER)
+        engine.call("settle_ranks")
+        loaded = engine.call("speculated", prompt=written, max_tokens=ANSWER)
+        assert (own["cached"], loaded["cached"]) == (0, 640)
+        assert engine.call("counts")["draft"]["loaded_tokens"] == 640
+        assert len(engine.call("stored", prompt=written, draft=True)) == 10
+        assert loaded["tokens"] == own["tokens"]
+        assert accepted(loaded) >= 0.9 * accepted(own) > 0

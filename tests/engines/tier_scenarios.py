@@ -39,7 +39,8 @@ def watch(llm: Any) -> int:
         return counts
 
     connector.get_num_new_matched_tokens, spill.take_counts = matched, taken
-    return int(_manager(llm).primary_tier._num_chunks)
+    primary = _manager(llm).primary_tier
+    return int(getattr(primary, "_num_chunks", None) or primary._num_blocks)  # versions name them in two ways
 
 
 def told(llm: Any) -> dict[str, int]:

@@ -139,7 +139,7 @@ class SchedulerSide:
         if self._sync:
             self._end_sync_loads()
         scheduled, orders = scheduler_output.num_scheduled_tokens, self._orders
-        if not (scheduled or self._running or self._closing or orders.loads or orders.saves):
+        if not any((scheduled, self._running, self._closing, orders.loads, orders.saves)):
             return NOTHING  # vLLM steps without pause while something is waited for
         self._tables.step(scheduler_output)
         if self._saves:
@@ -323,10 +323,8 @@ class SchedulerSide:
             if request is None or entry is None:
                 continue
             computed = request.num_computed_tokens + count
-            if (
-                computed // size > entry.saved_blocks
-                and self._known(entry, request, computed) // size > entry.saved_blocks
-            ):
+            have = entry.saved_blocks
+            if computed // size > have and self._known(entry, request, computed) // size > have:
                 self._save(orders, entry, request, computed, self._tables.get(request_id))
 
     def _known(self, entry: Entry, request: Any, computed: int) -> int:

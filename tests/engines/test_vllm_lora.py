@@ -1,4 +1,5 @@
-"""One vLLM with several LoRA adapters: requests share blocks with those of the same adapter's bytes and no other."""
+"""One vLLM with several LoRA adapters: requests share blocks with those of the same adapter's bytes and no other. And
+prompts that come as embeddings, which share with nobody."""
 
 import shutil
 from pathlib import Path
@@ -12,13 +13,27 @@ from tests.engines.vllm_engine import Engine, Output
 LONG = prompt(31, 700)
 
 
-def test_adapters_separate(shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_adapters_and_embeddings_separate(
+    shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
     one, other, copy = (str(tmp_path / name) for name in ("one", "other", "copy"))
     models.make_lora(Path(one), 1)
     models.make_lora(Path(other), 2)
     shutil.copytree(one, copy)
-    settings = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "connector": {"ask_timeout_s": 5.0}}
+    settings = {
+        "enable_prompt_embeds": True,
+        "enable_lora": True,
+        "max_loras": 3,
+        "max_lora_rank": 8,
+        "connector": {"ask_timeout_s": 5.0},
+    }
     with Engine(checkpoints("llama"), f"unix://{shared_daemon.socket}", log=tmp_path / "log", **settings) as engine:
+        # vLLM gives embeddings tokens that say nothing: they are neither stored nor looked up.
+        first, again, another = (Output(**engine.call("embedded", seed=seed, tokens=200)) for seed in (1, 1, 2))
+        engine.call("settle")
+        assert (again.tokens, again.cached, another.cached) == (first.tokens, 0, 0)
+        assert another.tokens != first.tokens
+        assert engine.call("counts")["skipped"] == {"prompt_embeds": 3}
         said = {}
         for adapter in (None, one, other):
             computed = _ask(engine, adapter)
@@ -31,7 +46,18 @@ def test_adapters_separate(shared_daemon: DaemonProcess, checkpoints: Checkpoint
             assert (loaded.cached, loaded.tokens) == (640, said[adapter])
         loaded = _ask(engine, copy)
         assert (loaded.cached, loaded.tokens) == (640, said[one]), "an adapter is its bytes, not its name"
+        # The workers keep what they read under a number. Files that changed since say nothing about it.
+        for file in Path(other).iterdir():
+            shutil.copy(file, one)
+        kept = _ask(engine, one)
+        assert (kept.cached, kept.tokens) == (0, said[one])
+        assert engine.call("counts")["skipped"] == {"prompt_embeds": 3, "lora_changed": 1}
+        replaced = _ask(engine, one, load_inplace=True)
+        assert (replaced.cached, replaced.tokens) == (640, said[other])
+        # Another one under a name that was taken, as after unloading and loading in a server.
+        renamed = _ask(engine, copy, lora_name=one, lora_int_id=2000)
+        assert (renamed.cached, renamed.tokens) == (640, said[one])
 
 
-def _ask(engine: Engine, adapter: str | None) -> Output:
-    return engine.one(LONG, lora=None if adapter is None else {"lora_path": adapter})
+def _ask(engine: Engine, adapter: str | None, **more: object) -> Output:
+    return engine.one(LONG, lora=None if adapter is None else {"lora_path": adapter, **more})

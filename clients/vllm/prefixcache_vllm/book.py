@@ -20,6 +20,7 @@ from typing import Final
 from prefixcache_client import LeaseTicket, Namespace
 from prefixcache_vllm.asking import Ask, Asker, Hint, Question
 from prefixcache_vllm.chain import RequestChain
+from prefixcache_vllm.transfers import LOAD_FAILED
 
 LEASE_MARGIN_S: Final = 2.0
 """A lease that ends sooner is not begun with."""
@@ -28,7 +29,6 @@ ASKS_PER_REQUEST: Final = 4
 
 PIN_BUDGET: Final = "pin_budget"
 TOO_LATE: Final = "deadline"
-LOAD_FAILED: Final = "load_failed"
 NOTHING_NEW: Final = "nothing_new"
 
 
@@ -110,14 +110,29 @@ class RequestBook:
         """What is known of a request."""
         return self._entries.get(request_id)
 
+    def fingerprints(self) -> set[bytes]:
+        """Of the namespaces that requests began in."""
+        return {entry.chain.fingerprint for entry in self._entries.values()}
+
     def enter(self, entry: Entry) -> Entry:
-        """A request is seen for the first time, or for the first time in a new epoch."""
+        """A request is seen for the first time, or for the first time in a new epoch: what was found for it before is
+        given back."""
+        before = self._entries.get(entry.request_id)
+        if before is not None:
+            self._no_hint(before)
+            self._give_back(before, 0)
         self._entries[entry.request_id] = entry
         return entry
 
     def waits(self, entry: Entry, now: float) -> bool:
-        """Whether the answer is still on its way, and in time."""
-        if entry.phase is not Phase.ASKED:
+        """Whether the answer is still on its way, and in time; or a load, of which nobody knows yet how it ended.
+
+        A request that was preempted in the step that loads comes back while the load is under way: its pages are others
+        now, and nothing would be loaded into them.
+        """
+        if entry.phase is Phase.LOADING:
+            return True
+        if entry.phase is not Phase.ASKED or entry.stale:
             return False
         assert entry.ask is not None
         return entry.ask.answer() is None and self._in_time(entry, now)
@@ -135,10 +150,11 @@ class RequestBook:
             return 0
         if entry.phase is Phase.NEW:
             return self._ask(entry, tokens, local_tokens, now)
+        if self.waits(entry, now):
+            return None
         if entry.phase is Phase.ASKED:
-            if self.waits(entry, now):
-                return None
             assert entry.ask is not None
+            entry.saved_blocks = 0  # nothing is ordered before it runs; what an earlier answer found may be gone
             found = entry.ask.answer()
             if found is None:
                 return self._nothing(entry, TOO_LATE)
@@ -147,7 +163,7 @@ class RequestBook:
                 return self._nothing(entry, found.reason or "not_cached")
             self._pinned[entry.request_id] = found.ticket.blocks * self._limits.block_bytes
             self._guessed.discard(entry.request_id)
-            entry.saved_blocks = max(entry.saved_blocks, found.ticket.blocks)
+            entry.saved_blocks = found.ticket.blocks
         return self._from_memory(entry, tokens, local_tokens, now)
 
     def placed(self, entry: Entry, external_tokens: int) -> LeaseTicket | None:
@@ -174,6 +190,7 @@ class RequestBook:
             self.loaded_tokens += tokens - entry.from_token
         else:
             entry.failed = True
+            entry.saved_blocks = 0  # what was ordered in the meantime was not saved, and what was found may be gone
             self.count(LOAD_FAILED)
         self._give_back(entry, tokens)
         entry.phase = Phase.RUNNING

@@ -124,14 +124,17 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
         if not engine.draft_layers:
             return engine
         try:
-            self._find_draft(vllm_config, kv_cache_config, options)
+            self._find_draft(vllm_config, kv_cache_config, options, engine)
         except CannotShareError as error:
             log.warning("the draft model's KV is not kept: %s", error)
             return dataclasses.replace(engine, draft_off=error.reason)
         return engine
 
-    def _find_draft(self, vllm_config: Any, kv_cache_config: Any, options: Options) -> None:
+    def _find_draft(self, vllm_config: Any, kv_cache_config: Any, options: Options, main: EngineIdentity) -> None:
         draft = draft_identity(vllm_config, kv_cache_config, options)
+        # Its loads happen where the model's do.
+        engine = dataclasses.replace(draft.engine, silent_ranks=main.silent_ranks)
+        draft = dataclasses.replace(draft, engine=engine)
         if not (can_announce() and _saves_after_drafts()):
             raise CannotShareError(_SAVES_FIRST, "this vLLM has a step saved before its draft model computed it")
         self._draft_packing = _packing(vllm_config, draft.engine, draft.dtype, draft.cache_dtype)

@@ -73,6 +73,9 @@ class DraftSide(SchedulerSide):
         """See SchedulerSide. What is saved of requests that run goes to `late_saves`."""
         of_finished = len(self._orders.saves)
         orders = super().step(scheduler_output)
+        for request_id in orders.leaving.intersection(self._loading):
+            # Preempted in the step that loads: what was its pages may have another owner when the load has ended.
+            self._loading[request_id] = (frozenset(), self._loading[request_id][1])
         if len(orders.saves) > of_finished:
             orders.saves, orders.late_saves = orders.saves[:of_finished], orders.saves[of_finished:]
         return orders
@@ -122,7 +125,7 @@ class DraftSide(SchedulerSide):
 
     def _found(self, entry: Entry | None) -> int:
         """Tokens beyond vLLM's own that can be loaded, as far as is known."""
-        if entry is None or entry.ticket is None:
+        if entry is None or entry.ticket is None or entry.phase is Phase.LOADING:
             return 0
         return max(0, entry.ticket.blocks * self._options.block_tokens - entry.from_token)
 

@@ -74,6 +74,8 @@ class EngineIdentity:
     """What turns images and the like into KV."""
     lora_form: str = ""
     """What LoRA adapters are kept as."""
+    silent_ranks: bool = False
+    """Whether some ranks store nothing, because others have the same heads."""
 
     @property
     def hybrid(self) -> bool:
@@ -82,8 +84,9 @@ class EngineIdentity:
 
     def loads_in_step(self, options: Options) -> bool:
         """Whether loads happen inside a step. Of several groups they cannot: a failure there is told by page, and the
-        same page numbers are in every group."""
-        return options.load == "sync" and len(self.groups) == 1
+        same page numbers are in every group. Nor where a rank stores nothing: what a step computes behind a load that
+        failed on one rank stays invisible only because that rank's share of it never comes."""
+        return options.load == "sync" and len(self.groups) == 1 and not self.silent_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,8 @@ def engine_identity(vllm_config: Any, kv_cache_config: Any, options: Options) ->
         draft_layers=total - known,
         encoder=encoder_of(vllm_config, _checkpoint_folder(main.config)),
         lora_form=str(getattr(getattr(vllm_config, "lora_config", None), "lora_dtype", "")),
+        silent_ranks=int(vllm_config.parallel_config.tensor_parallel_size)
+        > min(group.kv_heads for group in found.identity.layout.groups),
     )
 
 

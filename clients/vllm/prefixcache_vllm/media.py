@@ -172,11 +172,26 @@ class MediaReader:
                 try:
                     self._read(item)
                 except _UnreadableError as error:
-                    item.reason = str(error)
-                    with self._lock:
-                        self._name(item).digest = None
+                    self._unread(item, str(error))
+                except (
+                    ValueError,
+                    TypeError,
+                    LookupError,
+                    AttributeError,
+                    OSError,
+                    RuntimeError,
+                    MemoryError,
+                ) as error:
+                    # Data of a form that nobody thought of; this thread goes on.
+                    log.warning("an item could not be read: %s: it is not cached", type(error).__name__)
+                    self._unread(item, UNKNOWN)
             with self._lock:
                 media.read = True
+
+    def _unread(self, item: _Item, reason: str) -> None:
+        item.reason = reason
+        with self._lock:
+            self._name(item).digest = None
 
     def _read(self, item: _Item) -> None:
         name, data = str(item.feature.identifier), getattr(item.feature, "data", None)

@@ -103,7 +103,7 @@ class SchedulerSide:
         """See KVConnectorBase_V1.get_num_new_matched_tokens."""
         book, now = self.book, time.monotonic()
         entry = book.get(request.request_id)
-        if entry is not None and entry.phase is Phase.ASKED and not entry.stale and book.waits(entry, now):
+        if entry is not None and book.waits(entry, now):
             return None, False  # asked in every step: nothing else is looked at
         if self._media_of(request) is None:
             return None, False
@@ -217,6 +217,7 @@ class SchedulerSide:
         self.book.new_epoch()
         self._identity = in_new_epoch(self._engine.identity)
         self._namespaces.clear()
+        self._identities = {name: self._identities[name] for name in self.book.fingerprints()}
         self._namespace_of("", self._identity)
 
     def close(self) -> None:

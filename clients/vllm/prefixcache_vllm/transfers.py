@@ -12,7 +12,7 @@ It must not know vLLM or tensors: what is done is a callable.
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +23,10 @@ from prefixcache_client.errors import Failure
 from prefixcache_client.reasons import ALREADY_STORED, INTERNAL, QUEUE_FULL
 
 CALLED_OFF: Final = "called_off"
+LOAD_FAILED: Final = "load_failed"
 MAX_TIMED: Final = 1024
+MAX_VISIBLE: Final = 4096
+"""As many as wait to be announced. Not every engine takes them."""
 
 Load = Callable[[], CopyResult]
 Save = Callable[["SaveTask"], StoreResult]
@@ -86,7 +89,7 @@ class Transfers:
         self._waiting: dict[str, list[SaveTask]] = {}
         self._waiting_count = 0
         self._counts = Counts()
-        self._visible: list[int] = []
+        self._visible: deque[int] = deque(maxlen=MAX_VISIBLE)
         self._threads = [
             threading.Thread(target=self._load_all, name="prefixcache-load", daemon=True),
             threading.Thread(target=self._save_all, name="prefixcache-save", daemon=True),
@@ -126,6 +129,11 @@ class Transfers:
         self._saves.put(task)
         return True
 
+    def not_saved(self, blocks: int, reason: str) -> None:
+        """So many blocks were ordered to be saved and will not be."""
+        with self._lock:
+            self._counts.not_saved_blocks[reason] += blocks
+
     def saving(self, request_id: str) -> bool:
         """Whether a save of the request has not ended."""
         with self._lock:
@@ -144,9 +152,10 @@ class Transfers:
             task.call_off()
 
     def take_visible(self) -> list[int]:
-        """Numbers of the saves all of whose blocks are visible, since the last call."""
+        """Numbers of the saves all of whose blocks are visible, since the last call; the last MAX_VISIBLE."""
         with self._lock:
-            visible, self._visible = self._visible, []
+            visible = list(self._visible)
+            self._visible.clear()
         return visible
 
     def take_counts(self) -> Counts:

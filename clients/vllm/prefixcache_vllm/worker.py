@@ -5,6 +5,8 @@ Rules:
    step ("sync"), and pages of windows, which the next step may give away.
 2. Every load is reported: arrived, or failed so that the engine computes the tokens.
 3. Where this rank's KV cannot be read, nothing is loaded or saved, and the reason is counted.
+4. A step whose load failed inside it computes on pages that hold anything, and so do the steps that were scheduled
+   before the engine knew: nothing of what they computed is saved, of any request, because others may share those pages.
 
 It must not know vLLM; connector calls it with plain data.
 """
@@ -13,7 +15,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -27,9 +29,11 @@ from prefixcache_vllm.orders import LoadOrder, PageRun, SaveOrder, StepOrders
 from prefixcache_vllm.packing import Packing, PageShape, UnknownFormError, View, layer_views
 from prefixcache_vllm.pages import NULL_PAGE, LayerPages, PagedParts, PagedSpan, describe_layers, layers_in
 from prefixcache_vllm.ranks import Rank
-from prefixcache_vllm.transfers import Load, Save, SaveTask, Transfers
+from prefixcache_vllm.transfers import LOAD_FAILED, Load, Save, SaveTask, Transfers
 
 log = logging.getLogger("prefixcache_vllm")
+
+_MAX_NAMESPACES: Final = 1024
 
 
 @dataclass(slots=True)
@@ -76,6 +80,7 @@ class WorkerSide:
         self._lost: set[str] = set()
         self._staging = len(engine.groups) > 1
         self._tells_requests = tells_requests
+        self._spoilt_steps = 0
         self.reason_off = "kv_cache_unknown"
         """Why nothing is moved; "" where things are."""
 
@@ -120,14 +125,20 @@ class WorkerSide:
                 if not self._transfers.load_now(work).ok:
                     self._bad_pages |= _pages_of(order)
                     self._lost.add(order.request_id)
+                    self._spoilt_steps = 1 + self._rank.stages  # at most one step more is under way than has stages
             else:
                 self._loading[order.request_id] = order
                 self._transfers.load(order.request_id, work)
 
     def save(self, orders: StepOrders) -> None:
         """Begin the step's saves, after its forward pass."""
+        spoilt, self._spoilt_steps = self._spoilt_steps > 0, max(0, self._spoilt_steps - 1)
         for order in orders.saves:
             namespace = self._namespace(order.fingerprint, orders.namespaces)
+            if spoilt:
+                self._transfers.not_saved(order.end_block - order.first_block, LOAD_FAILED)
+                self._give_up(order, namespace)
+                continue
             source = _Source(self._parts, order.pages)
             if self._staging and not self.reason_off:
                 source = self._staged(order)
@@ -221,6 +232,8 @@ class WorkerSide:
     def _namespace(self, fingerprint: bytes, known: Mapping[bytes, NamespaceIdentity]) -> Namespace:
         namespace = self._namespaces.get(fingerprint)
         if namespace is None:
+            if len(self._namespaces) >= _MAX_NAMESPACES:  # every change of weights and every adapter is one more
+                self._namespaces.clear()
             namespace = Namespace(known[fingerprint], label=self._engine.label)
             self._namespaces[fingerprint] = namespace
         return namespace

@@ -244,3 +244,24 @@ def test_a_late_lease_is_given_back_by_whoever_finds_it() -> None:
     assert ask.forget() is None
     lease = object()
     assert ask.came(None, lease) is lease  # type: ignore[arg-type] # what it is does not matter
+
+
+def test_what_was_found_for_a_request_that_begins_anew_is_given_back(asker: FakeAsker) -> None:
+    book = book_of(asker)
+    book.matched(entry_of(book), 640, 0, 0.0)
+    asker.tell(5)
+    again = entry_of(book)
+    assert (asker.open, book.pinned_bytes) == (0, 0)
+    assert book.get("r") is again
+
+
+def test_blocks_that_went_before_they_were_loaded_are_saved(asker: FakeAsker) -> None:
+    book = book_of(asker)
+    entry = entry_of(book)
+    book.matched(entry, 640, 0, 0.0)
+    asker.tell(5, ends_at=10.0)
+    assert book.matched(entry, 640, 0, 9.0) is None
+    asker.tell(0)
+    assert book.matched(entry, 640, 0, 9.1) == 0
+    book.placed(entry, 0)
+    assert book.to_save(entry, 640) == range(10)

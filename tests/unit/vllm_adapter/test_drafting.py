@@ -262,3 +262,23 @@ def test_what_may_be_pinned_is_split() -> None:
     assert main.pinned_share + draft.pinned_share == pytest.approx(0.25)
     assert main.pinned_share == pytest.approx(4 * draft.pinned_share), "twice the layers, twice the heads"
     assert dataclasses.replace(main, pinned_share=0.25) == Options(pinned_share=0.25)
+
+
+def test_pages_of_a_request_that_left_while_its_step_loaded_are_not_believed() -> None:
+    """They have another owner when the load has ended, and may hold what no draft model computed."""
+    sides = Sides(load="sync")
+    each = request("a")
+    sides.matched(each)
+    sides.main_asker.tell(3)
+    sides.draft_asker.tell(3)
+    assert sides.matched(each) == (192, False)
+    sides.both.placed(each, (TABLE,), 192)
+    each.num_computed_tokens = 192
+    sides.compute(each, TABLE, 8)
+    each.status = SimpleNamespace(name="PREEMPTED")
+    for _ in range(4):
+        sides.both.step(step({}, {}))
+    other = request("b")
+    sides.admit(other, TABLE, main=0, draft=0, local=64)
+    other.num_computed_tokens = 64
+    assert not sides.compute(other, TABLE, 136), "vLLM's own cache gave it pages that the load may not have written"

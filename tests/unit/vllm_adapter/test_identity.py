@@ -138,7 +138,9 @@ def test_layers_that_cannot_be_told_apart(folder: Path) -> None:
 def test_ranks_keep_their_heads(folder: Path) -> None:
     config = config_of(folder, parallel_config__tensor_parallel_size=2)
     one = engine_identity(config_of(folder), kv_config(), Options())
-    assert engine_identity(config, kv_config(heads=1), Options()).identity == one.identity
+    two = engine_identity(config, kv_config(heads=1), Options())
+    assert two.identity == one.identity
+    assert two.loads_in_step(Options(load="sync"))
 
 
 def test_stages_have_some_of_the_layers(folder: Path) -> None:
@@ -169,7 +171,10 @@ def test_heads_that_ranks_cannot_split(folder: Path, heads: int, ranks: int) -> 
 def test_ranks_that_have_the_same_head(folder: Path) -> None:
     config = config_of(folder, parallel_config__tensor_parallel_size=4)
     one = engine_identity(config_of(folder), kv_config(), Options())
-    assert engine_identity(config, kv_config(heads=1), Options()).identity == one.identity
+    several = engine_identity(config, kv_config(heads=1), Options())
+    assert several.identity == one.identity
+    assert one.loads_in_step(Options(load="sync"))
+    assert not several.loads_in_step(Options(load="sync")), "some of them store nothing"
 
 
 def test_epochs_are_never_the_same(folder: Path) -> None:

@@ -170,3 +170,14 @@ def test_names_are_forgotten_in_the_end(reader: MediaReader, monkeypatch: pytest
         read(reader, str(number), image(number, 10))
         reader.forget(str(number))
     assert (len(reader._names), len(reader._requests)) == (4, 0)
+
+
+def test_the_reading_thread_outlives_data_of_any_form(reader: MediaReader) -> None:
+    elsewhere = made_of(x=torch.empty(100, device="meta"))
+    plain = image("cat", 10, name="plain")
+    plain.data = {"x": SimpleNamespace(data=torch.ones(100))}  # which nothing can refer to weakly
+    for each in (elsewhere, plain, SimpleNamespace(identifier="bare", mm_position=None, data=image("cat", 0).data)):
+        each.mm_position = each.mm_position or SimpleNamespace(offset=10)
+        media = read(reader, str(each.identifier), each)
+        assert (media.reason, media.limit()) == ("media_unknown", 10)
+    assert read(reader, "last", image("cat", 10)).reason == ""

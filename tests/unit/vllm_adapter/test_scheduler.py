@@ -457,3 +457,70 @@ def test_roles(asker: FakeAsker) -> None:
     writer.arrived(each)
     assert asker.hints[-1].only_keys
     assert writer.step(step({"r": 200}, {"r": ([1] * 10,)})).saves
+
+
+def test_a_request_preempted_in_the_step_that_loads_comes_back_when_the_load_has_ended(asker: FakeAsker) -> None:
+    """Found in it, nothing would be loaded into its new pages: it would run on whatever they hold."""
+    side, each = side_of(asker, load="sync"), request(tokens=192)
+    tables = {"r": ([1, 2, 3, 4, 5, 6],)}
+    side.matched(each, 0)
+    asker.tell(2)
+    assert side.matched(each, 0) == (128, False)
+    side.placed(each, tables["r"], 128)
+    side.step(step({"r": 64}, tables))
+    each.status = SimpleNamespace(name="PREEMPTED")
+    assert side.step(step({}, {})).leaving == {"r"}
+    assert side.matched(each, 0) == (None, False)
+    side.step(step({}, {}))
+    assert side.matched(each, 0) == (None, False)
+    assert len(asker.asked) == 2, "it is asked for anew"
+    asker.tell(2)
+    assert side.matched(each, 0) == (128, False)
+    side.placed(each, ([7, 8, 9, 10, 11, 12],), 128)
+    (order,) = side.step(step({"r": 64}, {"r": ([7, 8, 9, 10, 11, 12],)})).loads
+    assert order.pages == (PageRun(0, (7, 8, 9, 10)),)
+    side.finished(each, ([7, 8, 9, 10, 11, 12],))
+    for _ in range(3):
+        side.step(step({}, {}))
+    assert (asker.open, len(side.book)) == (0, 0)
+
+
+def test_weights_changed_while_a_step_loads_leave_no_lease_behind(asker: FakeAsker) -> None:
+    side, each = side_of(asker, load="sync"), request(tokens=192)
+    side.matched(each, 0)
+    asker.tell(2)
+    side.matched(each, 0)
+    side.placed(each, ([1, 2, 3, 4, 5, 6],), 128)
+    side.step(step({"r": 64}, {"r": ([1, 2, 3, 4, 5, 6],)}))
+    each.status = SimpleNamespace(name="PREEMPTED")
+    side.reset()
+    for _ in range(3):
+        assert side.matched(each, 0) == (None, False)
+        side.step(step({}, {}))
+    old, new = (ask.question.namespace.epoch.fingerprint for ask in asker.asked)
+    assert old != new
+    assert [ask.question.namespace.epoch.fingerprint for ask, _ in asker.given_back] == [old]
+
+
+def test_namespaces_of_former_weights_are_forgotten(asker: FakeAsker) -> None:
+    side, each = side_of(asker), request()
+    admit(side, asker, each, [1] * 10)
+    for _ in range(5):
+        side.reset()
+    assert len(side._identities) == 2, "that of now, and that of a request that runs"
+    assert not side.finished(each, ([1] * 10,))
+
+
+def test_what_a_failed_load_left_out_is_saved_when_it_is_computed(asker: FakeAsker) -> None:
+    side, each = side_of(asker, load="sync"), request(tokens=192)
+    tables = {"r": ([1, 2, 3, 4, 5, 6],)}
+    side.matched(each, 0)
+    asker.tell(2)
+    side.matched(each, 0)
+    side.placed(each, tables["r"], 128)
+    each.num_computed_tokens = 128
+    assert side.step(step({"r": 64}, tables)).saves[0].first_block == 2
+    side.loaded((), (), {1, 2, 3, 4})
+    each.num_computed_tokens = 0
+    (order,) = side.step(step({"r": 192}, tables)).saves
+    assert (order.first_block, order.end_block) == (0, 3)

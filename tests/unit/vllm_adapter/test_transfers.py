@@ -95,3 +95,13 @@ def test_a_save_that_breaks_ends(transfers: Transfers) -> None:
     transfers.save("a", 4, broken)
     assert wait_until(lambda: not transfers.saving("a"))
     assert transfers.take_counts().not_saved_blocks == {"internal": 4}
+
+
+def test_numbers_that_nobody_takes_do_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixcache_vllm.transfers.MAX_VISIBLE", 4)
+    transfers = Transfers(8, lambda: None)
+    for number in range(10):
+        assert transfers.save("r", 1, lambda task: StoreResult(1, 0, 0, {}), number)
+        assert wait_until(lambda: not transfers.busy)
+    assert transfers.take_visible() == [6, 7, 8, 9]
+    transfers.close(1.0)

@@ -35,7 +35,6 @@ log = logging.getLogger("prefixcache_vllm")
 
 _RUNNING: Final = "RUNNING"
 _OVERLAP: Final = 2
-_NOBODY: Final[frozenset[str]] = frozenset()
 _MAX_ROOTS: Final = 1024
 """Roots of salts that are remembered: as many tenants as send requests at a time."""
 NOTHING: Final = StepOrders()
@@ -233,7 +232,7 @@ class SchedulerSide:
         told = getattr(scheduler_output, "preempted_req_ids", None)
         left_out = self._running.difference(scheduler_output.num_scheduled_tokens)
         if not left_out and not told:
-            return _NOBODY
+            return frozenset()
         preempted = set(told or ())
         for request_id in left_out:
             request = self._requests.get(request_id)
@@ -279,8 +278,7 @@ class SchedulerSide:
         namespace = self._namespace(request)
         salt = str(getattr(request, "cache_salt", None) or "")
         fingerprint = namespace.epoch.fingerprint
-        root = self._roots.get((fingerprint, salt))
-        if root is None:
+        if (root := self._roots.get((fingerprint, salt))) is None:
             # A hundred microseconds each: OpenSSL looks the algorithm up anew.
             root = root_key(fingerprint, tenant_key=self._tenant_key, cache_salt=salt.encode())
             if len(self._roots) >= _MAX_ROOTS:

@@ -12,6 +12,7 @@ from tests.engines.conftest import Checkpoints
 from tests.engines.vllm_engine import Engine, Output
 
 BLOCK = 64
+PATIENT = {"ask_timeout_s": 5.0}  # a busy machine takes longer than the default, after which the engine computes
 
 
 def prompt(seed: int, tokens: int, *, like: Sequence[int] = ()) -> list[int]:
@@ -31,7 +32,8 @@ def first(
     """The engine that computes and stores: pages of 32 tokens, prompts in chunks, little room, no cache of its own."""
     log = tmp_path_factory.mktemp("first") / "log"
     settings = {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 70, "max_model_len": 2048}
-    with Engine(checkpoints("llama"), f"unix://{shared_daemon.socket}", log=log, **settings) as engine:
+    address = f"unix://{shared_daemon.socket}"
+    with Engine(checkpoints("llama"), address, log=log, connector=PATIENT, **settings) as engine:
         yield engine
 
 
@@ -51,7 +53,8 @@ def second(
     log = tmp_path_factory.mktemp("second") / "log"
     events = {"enable_kv_cache_events": True, "publisher": "null"}
     settings = {"enable_prefix_caching": True, "block_size": 128, "kv_events_config": events}
-    with Engine(checkpoints("llama"), f"unix://{shared_daemon.socket}", log=log, **settings) as engine:
+    address = f"unix://{shared_daemon.socket}"
+    with Engine(checkpoints("llama"), address, log=log, connector=PATIENT, **settings) as engine:
         yield engine
 
 
@@ -164,7 +167,7 @@ def test_preempted_requests_store_no_wrong_byte(first: Engine) -> None:
     first.call("settle")
     for each in prompts:
         loaded = first.one(each)
-        assert loaded.cached == 448
+        assert loaded.cached == 448, first.call("counts")
         assert loaded.tokens == first.one(each, cache_salt="cold").tokens
 
 
@@ -179,7 +182,7 @@ def test_others_preempted_while_one_loads(first: Engine) -> None:
     first.call("settle")
     for each in prompts:
         loaded = first.one(each)
-        assert loaded.cached == 448
+        assert loaded.cached == 448, first.call("counts")
         assert loaded.tokens == first.one(each, cache_salt="cold").tokens
 
 

@@ -12,10 +12,9 @@ from prefixcache.identity.keys import KEY_BYTES, Extra, block_keys, split_extras
 
 
 class RequestChain:
-    """A key chain under one namespace's root. `fingerprint` names the namespace. `limit`: tokens in front of the first
-    one whose KV cannot be told from others, None where there is none."""
+    """A key chain under one namespace's root. `fingerprint` names the namespace."""
 
-    __slots__ = ("_extras", "_keys", "_root", "_tokens", "block_tokens", "fingerprint", "limit")
+    __slots__ = ("_extras", "_keys", "_limit", "_root", "_tokens", "block_tokens", "fingerprint")
 
     def __init__(
         self,
@@ -24,17 +23,22 @@ class RequestChain:
         block_tokens: int,
         tokens: Sequence[int],
         extras: Sequence[Extra] = (),
-        limit: Callable[[], int | None] = lambda: None,
+        limit: Callable[[], int | None] | None = None,
     ) -> None:
         """`tokens`: read later, by any thread; may grow behind what `keys` is asked for. `extras`: offsets count from
         the request's first token. `limit`: asked anew each time. Raises ValueError for an extra that is none."""
         self.fingerprint = fingerprint
         self.block_tokens = block_tokens
-        self.limit = limit
+        self._limit = limit
         self._root = root
         self._tokens = tokens
         self._extras = split_extras(extras, block_tokens) if extras else {}
         self._keys = b""
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens in front of the first one whose KV cannot be told from others, None where there is none."""
+        return None if self._limit is None else self._limit()
 
     @property
     def made(self) -> int:

@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from prefixcache_client import Client, ClientOptions
 from prefixcache_vllm.announcing import Announcements
 from prefixcache_vllm.asking import DaemonAsker
-from prefixcache_vllm.counting import Numbers
 from prefixcache_vllm.draft_identity import DraftModel, draft_identity
 from prefixcache_vllm.draft_worker import WithDraftWorker
 from prefixcache_vllm.drafting import DRAFT_SHARE, DraftSide, WithDrafts, shares
@@ -282,7 +281,12 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
 
     def get_kv_connector_stats(self) -> PrefixCacheStats | None:
         """See the base class."""
-        numbers = self._numbers()
+        side = self._workers or self._sides
+        if side is not None:
+            numbers = side.numbers()
+        else:
+            left_alone, self._left_alone = self._left_alone, 0
+            numbers = {f"left_alone.{self.reason_off}": left_alone} if left_alone else {}
         return PrefixCacheStats(data=numbers) if numbers else None
 
     @classmethod
@@ -312,13 +316,6 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
         if self._asker is not None:
             self._asker.close()
             self._client.close()
-
-    def _numbers(self) -> Numbers:
-        side = self._workers or self._sides
-        if side is not None:
-            return side.numbers()
-        left_alone, self._left_alone = self._left_alone, 0
-        return {f"left_alone.{self.reason_off}": left_alone} if left_alone else {}
 
 
 def _orders(metadata: Any) -> StepOrders:

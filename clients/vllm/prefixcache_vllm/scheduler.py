@@ -35,7 +35,6 @@ log = logging.getLogger("prefixcache_vllm")
 
 _RUNNING: Final = "RUNNING"
 _OVERLAP: Final = 2
-_NOBODY: Final[frozenset[str]] = frozenset()
 _MAX_ROOTS: Final = 1024
 """Roots of salts that are remembered: as many tenants as send requests at a time."""
 NOTHING: Final = StepOrders()
@@ -138,18 +137,19 @@ class SchedulerSide:
         self._steps += 1
         if self._sync:
             self._end_sync_loads()
-        scheduled = scheduler_output.num_scheduled_tokens
-        if not (scheduled or self._running or self._closing or self._orders):
+        scheduled, orders = scheduler_output.num_scheduled_tokens, self._orders
+        if not any((scheduled, self._running, self._closing, orders.loads, orders.saves)):
             return NOTHING  # vLLM steps without pause while something is waited for
         self._tables.step(scheduler_output)
-        orders, self._orders = self._orders, StepOrders()
         if self._saves:
             self._save_scheduled(orders, scheduler_output)
-        orders.leaving = self._leaving(scheduler_output)
-        if orders.leaving or self._running != scheduled.keys():
-            self._running = (self._running - orders.leaving).union(scheduled)
-        if self._closing:
-            orders.closing, self._closing = frozenset(self._closing), set()
+        leaving = self._leaving(scheduler_output)
+        if leaving or self._running != scheduled.keys():
+            self._running = (self._running - leaving).union(scheduled)
+        if not (leaving or self._closing or orders):
+            return NOTHING  # nearly every step that only decodes
+        self._orders = StepOrders()
+        orders.leaving, orders.closing, self._closing = leaving, frozenset(self._closing), set()
         return orders
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> bool:
@@ -232,7 +232,7 @@ class SchedulerSide:
         told = getattr(scheduler_output, "preempted_req_ids", None)
         left_out = self._running.difference(scheduler_output.num_scheduled_tokens)
         if not left_out and not told:
-            return _NOBODY
+            return frozenset()
         preempted = set(told or ())
         for request_id in left_out:
             request = self._requests.get(request_id)
@@ -278,8 +278,7 @@ class SchedulerSide:
         namespace = self._namespace(request)
         salt = str(getattr(request, "cache_salt", None) or "")
         fingerprint = namespace.epoch.fingerprint
-        root = self._roots.get((fingerprint, salt))
-        if root is None:
+        if (root := self._roots.get((fingerprint, salt))) is None:
             # A hundred microseconds each: OpenSSL looks the algorithm up anew.
             root = root_key(fingerprint, tenant_key=self._tenant_key, cache_salt=salt.encode())
             if len(self._roots) >= _MAX_ROOTS:
@@ -287,9 +286,11 @@ class SchedulerSide:
             self._roots[fingerprint, salt] = root
         media = self._media_of(request)
         assert media is not None  # it was waited for
+        size, tokens = self._options.block_tokens, request.all_token_ids
+        if media is NO_MEDIA:
+            return namespace, RequestChain(root, fingerprint, size, tokens)
         if media.reason:
             self._skip(media.reason)
-        size, tokens = self._options.block_tokens, request.all_token_ids
         return namespace, RequestChain(root, fingerprint, size, tokens, media.extras(), media.limit)
 
     def _media_of(self, request: Any, *, waits: bool = True) -> Media | None:
@@ -321,16 +322,14 @@ class SchedulerSide:
             if request is None or entry is None:
                 continue
             computed = request.num_computed_tokens + count
-            if (
-                computed // size > entry.saved_blocks
-                and self._known(entry, request, computed) // size > entry.saved_blocks
-            ):
+            have = entry.saved_blocks
+            if computed // size > have and self._known(entry, request, computed) // size > have:
                 self._save(orders, entry, request, computed, self._tables.get(request_id))
 
     def _known(self, entry: Entry, request: Any, computed: int) -> int:
         """Of `computed` tokens those to save. Tokens not known yet (drafts, results on their way) wait."""
         most: int = request.num_prompt_tokens if self._options.prompt_only else request.num_tokens
-        limit = entry.chain.limit()
+        limit = entry.chain.limit
         return min(computed, most) if limit is None else min(computed, most, limit)
 
     def _save(

@@ -78,15 +78,30 @@ def _disk(row: dict[str, Any]) -> Table:
         rate, limit = row[f"{what}_gb_per_s"], row[f"limit_{what}_gb_per_s"]
         shown = _judged(rate / limit, target, f"{rate / limit:.2f}", lower=False)
         table.add_row(what, f"{rate:.2f}", f"{limit:.2f}", shown, f"{target}")
-    idle, beside = row["acquire_p99_idle_us"], row["acquire_p99_demoting_us"]
-    shown = _judged(beside / idle, DEMOTING_TARGET, f"{beside / idle:.2f}", lower=True)
-    written = f"acquire p99 beside {row['demoted_gb_per_s']:.2f} GB/s of writes, idle"
-    table.add_row(written, f"{beside:,.0f} us", f"{idle:,.0f} us", shown, f"{DEMOTING_TARGET:.0f}")
+    _add_beside(table, row)
     first, plain = row["first_block_ms"], row["plain_read_ms"]
     shown = _judged(first - plain, FIRST_BLOCK_TARGET_MS, f"+{first - plain:.1f} ms", lower=True)
     limit_ms = f"+{FIRST_BLOCK_TARGET_MS:.0f} ms"
     table.add_row("first block of a prompt on disk, plain read", f"{first:.1f} ms", f"{plain:.1f} ms", shown, limit_ms)
     return table
+
+
+def _add_beside(table: Table, row: dict[str, Any]) -> None:
+    """99th percentiles of a request beside other work, each with the same alone."""
+    idle = row["acquire_p99_idle_us"]
+    cases = [
+        (f"{row['demotion_gb_per_s']:.2f} GB/s being demoted", "demotion", DEMOTING_TARGET),
+        ("another process storing, no disk", "storing", None),
+        (f"another process storing, {row['demoted_gb_per_s']:.2f} GB/s being demoted", "demoting", DEMOTING_TARGET),
+    ]
+    for text, name, target in cases:
+        value = row[f"acquire_p99_{name}_us"]
+        shown = _judged(value / idle, target, f"{value / idle:.2f}", lower=True)
+        limit = f"{target:.0f}" if target else "-"
+        table.add_row(f"acquire p99 beside {text}, idle", f"{value:,.0f} us", f"{idle:,.0f} us", shown, limit)
+    alone, value = row["echo_p99_idle_us"], row["echo_p99_writing_us"]
+    text = "bare echo p99 beside plain writes, idle"
+    table.add_row(text, f"{value:,.0f} us", f"{alone:,.0f} us", f"{value / alone:.2f}", "-")
 
 
 def _restart(row: dict[str, Any]) -> Table:

@@ -528,8 +528,9 @@ def test_what_a_failed_load_left_out_is_saved_when_it_is_computed(asker: FakeAsk
     assert (order.first_block, order.end_block) == (0, 3)
 
 
+@pytest.mark.parametrize("queued_s", [0.0, 5.0])
 def test_waiting_for_an_image_and_for_the_daemon_have_one_limit(
-    asker: FakeAsker, monkeypatch: pytest.MonkeyPatch
+    asker: FakeAsker, monkeypatch: pytest.MonkeyPatch, queued_s: float
 ) -> None:
     now, go_on, original = [100.0], threading.Event(), media._content
     monkeypatch.setattr("prefixcache_vllm.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -537,8 +538,9 @@ def test_waiting_for_an_image_and_for_the_daemon_have_one_limit(
     side, each = side_of(asker), request()
     each.mm_features = [image("cat", 150)]
     side.arrived(each)
-    now[0] += 5.0  # in the engine's queue: it does not wait for us
+    now[0] += queued_s  # by the engine: it does not wait for us
     assert side.matched(each, 0) == (None, False)
+    assert not asker.asked, "it is still being read"
     now[0] += 0.9
     go_on.set()
     until_read(lambda: side._media_of(each))

@@ -23,6 +23,8 @@ _THREADS: Final = 3
 """Enough that a question for blocks on disk does not hold up the next ones."""
 
 _HINTS_PAUSE_S: Final = 10.0
+_MISTAKES: Final = (ValueError, TypeError, LookupError, OSError, RuntimeError, MemoryError)
+"""Ours, or of an engine that took such tokens: the request is computed, and the thread goes on."""
 
 
 @dataclass(slots=True)  # not frozen: that makes it three times as dear, on the scheduler thread
@@ -161,29 +163,29 @@ class DaemonAsker:
     def _foresee(self, hint: Hint) -> None:
         try:
             prompt = hint.question.prompt
-        except (ValueError, TypeError):
+            if hint.only_keys:
+                return
+            found = self._client.prefetch(hint.question.namespace, prompt, timeout_s=self._timeouts[0])
+        except _MISTAKES:
             return  # told when it is asked
-        if hint.only_keys:
-            return
-        if self._client.prefetch(hint.question.namespace, prompt, timeout_s=self._timeouts[0]).reason:
+        if found.reason:
             # No slower tier, no daemon, or enough on its way: hints would only cost.
             self._hints_from = time.monotonic() + _HINTS_PAUSE_S
 
     def _answer(self, ask: Ask) -> Lease | None:
         question = ask.question
-        try:
-            prompt = question.prompt
-        except (ValueError, TypeError):
-            return ask.came(Found(None, INTERNAL), None)  # an engine that took such tokens; this thread goes on
         timeout_s, load_timeout_s = self._timeouts
-        lease = self._client.acquire(
-            question.namespace,
-            prompt,
-            max_tokens=question.max_tokens,
-            from_token=question.from_token,
-            timeout_s=timeout_s,
-            load_timeout_s=load_timeout_s,
-        )
+        try:
+            lease = self._client.acquire(
+                question.namespace,
+                question.prompt,
+                max_tokens=question.max_tokens,
+                from_token=question.from_token,
+                timeout_s=timeout_s,
+                load_timeout_s=load_timeout_s,
+            )
+        except _MISTAKES:
+            return ask.came(Found(None, INTERNAL), None)
         self.pool_bytes = self._client.pool_bytes
         ticket = lease.ticket()
         if ticket is None:

@@ -95,10 +95,10 @@ class _Item:
 
 
 class Media:
-    """The items of one request. `since`: when they were first asked for."""
+    """The items of one request. `waits_from`: since when the request waits for them; None while it does not."""
 
-    def __init__(self, features: Iterable[Any], since: float) -> None:
-        self.since = since
+    def __init__(self, features: Iterable[Any]) -> None:
+        self.waits_from: float | None = None
         self.read = False
         self.items = [_Item(feature) for feature in features]
         self._extras: list[Extra] | None = None
@@ -122,7 +122,7 @@ class Media:
         return min((item.offset for item in self.items if not item.known), default=None)
 
 
-NO_MEDIA: Final = Media((), 0.0)
+NO_MEDIA: Final = Media(())
 
 
 class MediaReader:
@@ -137,15 +137,26 @@ class MediaReader:
         self._work: queue.SimpleQueue[Media | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def of(self, request: Any, now: float) -> Media | None:
-        """What is known of a request's items once that is all there will be; None: ask again later."""
+    def of(self, request: Any, now: float, *, waits: bool = True) -> Media | None:
+        """What is known of a request's items once that is all there will be; None: ask again later. `waits`: whether
+        the request could run by now."""
         media = self._requests.get(request.request_id)
         if media is None:
-            media = self._requests[request.request_id] = Media(request.mm_features, now)
+            media = self._requests[request.request_id] = Media(request.mm_features)
             self._begin(media)
-        if not media.read and now - media.since >= self._wait_s:
-            self._give_up(media)
+        if waits and not media.read:
+            media.waits_from = now if media.waits_from is None else media.waits_from
+            if now - media.waits_from >= self._wait_s:
+                self._give_up(media)
         return media if media.read else None
+
+    def waited_from(self, request_id: str) -> float | None:
+        """Since when a request whose items are known had to wait for them; told once. None where it had not to."""
+        media = self._requests.get(request_id)
+        if media is None:
+            return None
+        since, media.waits_from = media.waits_from, None
+        return since
 
     def forget(self, request_id: str) -> None:
         """The request is gone."""

@@ -89,7 +89,7 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """See KVConnectorBase_V1.on_new_request."""
-        if self._media_of(request) is None:
+        if self._media_of(request, waits=False) is None:
             return
         entry, tokens = self._entry(request), request.num_tokens
         if entry is None or tokens < self._options.block_tokens:
@@ -250,9 +250,9 @@ class SchedulerSide:
         reason = self._left_alone(request)
         if not reason:
             try:
-                entry = self.book.enter(Entry(request_id, *self._begin(request)))
+                entry = Entry(request_id, *self._begin(request), waits_from=self._media.waited_from(request_id))
                 self._requests[request_id] = request
-                return entry
+                return self.book.enter(entry)
             except CannotShareError as error:
                 reason = error.reason
                 log.warning("a request is left alone: %s", error)
@@ -293,11 +293,11 @@ class SchedulerSide:
             self._skip(media.reason)
         return namespace, RequestChain(root, fingerprint, size, tokens, media.extras(), media.limit)
 
-    def _media_of(self, request: Any) -> Media | None:
-        """What a request's images are; None while that is looked at."""
+    def _media_of(self, request: Any, *, waits: bool = True) -> Media | None:
+        """What a request's images are; None while that is looked at. See MediaReader.of."""
         if not getattr(request, "mm_features", None) or self._left_alone(request):
             return NO_MEDIA
-        return self._media.of(request, time.monotonic())
+        return self._media.of(request, time.monotonic(), waits=waits)
 
     def _namespace(self, request: Any) -> Namespace:
         lora = getattr(request, "lora_request", None)

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from prefixcache_client import Blocks, Client, ClientOptions
 from prefixcache_client.reasons import INTERNAL
-from prefixcache_vllm.asking import Ask, DaemonAsker, Hint, Question
+from prefixcache_vllm.asking import Ask, DaemonAsker, Found, Hint, Question
 from prefixcache_vllm.chain import RequestChain
 from tests.e2e.processes import DaemonProcess, wait_until
 from tests.unit.vllm_adapter.fakes import NAMESPACE, SIZE
@@ -110,6 +112,21 @@ def test_tokens_that_are_none_end_no_thread(asker: DaemonAsker) -> None:
     asker.submit(good)
     assert answered(good)
     asker.give_back(good, 0)
+
+
+def test_mistakes_end_no_thread() -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("of a kind that nobody thought of")
+
+    client = SimpleNamespace(open=lambda: None, pool_bytes=0, acquire=broken, prefetch=broken)
+    asker = DaemonAsker(cast(Client, client), 1.0, 1.0)
+    for _ in range(5):  # more than there are threads
+        ask = Ask(question())
+        asker.hint(Hint(ask.question))
+        asker.submit(ask)
+        assert answered(ask)
+        assert ask.answer() == Found(None, INTERNAL)
+    asker.close()
 
 
 def test_keys_alone_can_be_wished_for(asker: DaemonAsker, client: Client) -> None:

@@ -1,6 +1,7 @@
 """vLLM's requests and steps as orders: what is saved when, from which pages, and whose pages must be let go."""
 
 import dataclasses
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from prefixcache.identity.keys import KEY_BYTES, block_keys, root_key
+from prefixcache_vllm import media
 from prefixcache_vllm.options import Options
 from prefixcache_vllm.orders import PageRun
 from prefixcache_vllm.scheduler import NOTHING, SchedulerSide
@@ -524,3 +526,26 @@ def test_what_a_failed_load_left_out_is_saved_when_it_is_computed(asker: FakeAsk
     each.num_computed_tokens = 0
     (order,) = side.step(step({"r": 192}, tables)).saves
     assert (order.first_block, order.end_block) == (0, 3)
+
+
+@pytest.mark.parametrize("queued_s", [0.0, 5.0])
+def test_waiting_for_an_image_and_for_the_daemon_have_one_limit(
+    asker: FakeAsker, monkeypatch: pytest.MonkeyPatch, queued_s: float
+) -> None:
+    now, go_on, original = [100.0], threading.Event(), media._content
+    monkeypatch.setattr("prefixcache_vllm.scheduler.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(media, "_content", lambda data: (go_on.wait(30.0), original(data))[1])
+    side, each = side_of(asker), request()
+    each.mm_features = [image("cat", 150)]
+    side.arrived(each)
+    now[0] += queued_s  # by the engine: it does not wait for us
+    assert side.matched(each, 0) == (None, False)
+    assert not asker.asked, "it is still being read"
+    now[0] += 0.9
+    go_on.set()
+    until_read(lambda: side._media_of(each))
+    assert side.matched(each, 0) == (None, False)
+    now[0] += 0.1
+    assert side.matched(each, 0) == (0, False)
+    assert side.book.reasons == {"deadline": 1}
+    side.close()

@@ -8,6 +8,7 @@ why room is needed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -32,7 +33,7 @@ class Transfers:
         self.state = state
         self.evictor = evictor
         self.mover = mover
-        self._since_look = 0
+        self._missed: Counter[int] = Counter()  # bytes, by stride, since the last look at other classes
         self._next_copy = 1
 
     def take_over(self, stride: int, wanted: int, out: list[Command]) -> None:
@@ -57,14 +58,17 @@ class Transfers:
         if host.free_slots(stride) < wanted:
             self.begin_move(stride, out)
 
-    def consider(self, stride: int, out: list[Command]) -> None:
-        """Now and then: if another class holds older blocks than the oldest of this one, moves a slab of it empty."""
-        if self.state.host.unused_slabs() or len(self.state.policies) < 2:
+    def consider(self, stride: int, missing: int, out: list[Command]) -> None:
+        """A class is about to evict for `missing` slots. Once a slab's worth: if another class holds older blocks than
+        the oldest of this one, moves a slab of it empty. So a class whose blocks are wanted grows as fast as it stores,
+        whatever the size of its blocks, and a pool full of a model that nobody runs any more is not kept for it."""
+        host, config = self.state.host, self.state.config
+        if host.unused_slabs() or len(self.state.policies) < 2:
             return
-        self._since_look += 1
-        if self._since_look < self.state.config.compare_classes_every:
+        self._missed[stride] += missing * stride
+        if self._missed[stride] < config.compare_classes_every * host.spec.slab_bytes:
             return
-        self._since_look = 0
+        self._missed[stride] = 0
         mine = self.evictor.oldest_policy(stride, using=True)
         other = self.evictor.oldest_policy(stride, using=False)
         victim = other.victim() if other is not None else None

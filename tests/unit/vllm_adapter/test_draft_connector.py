@@ -31,7 +31,7 @@ class Engine:
 
         config = speculating((folder / "model", folder / "draft"))
         config.device_config = SimpleNamespace(device_type="cuda")
-        extra = {"prefixcache.address": address, "prefixcache.ask_timeout_s": 10.0}
+        extra = {"prefixcache.address": address, "prefixcache.ask_timeout_s": 30.0}  # draft: 2% of it
         config.kv_transfer_config = SimpleNamespace(
             kv_connector_extra_config=extra, is_kv_consumer=True, is_kv_producer=True, kv_load_failure_policy="fail"
         )

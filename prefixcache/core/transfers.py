@@ -73,7 +73,8 @@ class Transfers:
         other = self.evictor.oldest_policy(stride, using=False)
         victim = other.victim() if other is not None else None
         own_victim = mine.victim() if mine is not None else None
-        if victim is not None and (own_victim is None or victim.tick < own_victim.tick):
+        # A class without a victim of its own takes over: at once, which a slab that is being moved would keep it from.
+        if victim is not None and own_victim is not None and victim.tick < own_victim.tick:
             self.begin_move(stride, out)
 
     def begin_move(self, stride: int, out: list[Command]) -> None:

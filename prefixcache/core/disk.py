@@ -9,7 +9,6 @@ Must not know: the tree, policies, how bytes move.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -115,10 +114,10 @@ class Disk:
         if not len(known):
             return
         size = space.spec.parts[part].size_bytes
-        for number, count in Counter(known.tolist()).items():
-            segment = self.segments.get(number)
+        for number, count in zip(*np.unique(known, return_counts=True), strict=True):
+            segment = self.segments.get(int(number))
             if segment is not None:
-                segment.live_bytes -= size * count
+                segment.live_bytes -= size * int(count)
         column.segments[rows] = NO_SEGMENT
 
     def forget(self, space: Namespace, rows: Rows) -> None:

@@ -40,14 +40,14 @@ class DiskOptions:
     segment_bytes: int = 256 << 20
     meta_bytes: int = 1 << 20
     queue_bytes: int = 256 << 20
-    batch_bytes: int = 8 << 20
+    batch_bytes: int = 4 << 20
     read_bytes: int = 8 << 20
     write_patience_s: float = 0.02
     stall_s: float = 5.0
     retry_s: float = 5.0
     retry_max_s: float = 60.0
     read_errors_until_off: int = 3
-    writers: int = 2
+    writers: int = 4
     readers: int = 3
     codec: DiskCodec = DiskCodec.RAW
     pack_patience_s: float = 0.25

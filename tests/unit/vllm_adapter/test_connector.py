@@ -22,15 +22,6 @@ from tests.unit.vllm_adapter.test_identity import CONFIG, config_of, kv_config
 PAGES, PAGE_TOKENS, HEADS, DIM = 40, 32, 2, 16
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    folder = tmp_path / "daemon"
-    folder.mkdir()
-    process = DaemonProcess(folder)
-    yield process
-    process.kill()
-
-
 @pytest.fixture(params=[True, False], ids=["new", "old"])
 def new(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Which vLLM."""

@@ -125,14 +125,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    (tmp_path / "daemon").mkdir()
-    process = DaemonProcess(tmp_path / "daemon")
-    yield process
-    process.kill()
-
-
-@pytest.fixture
 def engine(folder: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     stub_vllm.install(monkeypatch, new=True)
     made = Engine(folder, f"unix://{daemon.socket}")

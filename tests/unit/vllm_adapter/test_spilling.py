@@ -31,14 +31,6 @@ def spill_to(address: str, rows: npt.NDArray[np.uint8], digest: bytes = b"w" * 3
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    (tmp_path / "d").mkdir()
-    process = DaemonProcess(tmp_path / "d")
-    yield process
-    process.kill()
-
-
-@pytest.fixture
 def spill(daemon: DaemonProcess) -> Iterator[Spill]:
     made = spill_to(f"unix://{daemon.socket}", buffer(1))
     yield made

@@ -34,14 +34,6 @@ def job(number: int, keys: list[bytes], chunks: list[int], rows_name: str = "chu
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    (tmp_path / "daemon").mkdir()
-    process = DaemonProcess(tmp_path / "daemon")
-    yield process
-    process.kill()
-
-
-@pytest.fixture
 def make(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, folder: Path, daemon: DaemonProcess
 ) -> Iterator[MakeTier]:

@@ -1,4 +1,5 @@
-"""What need not be done before an answer: writing ahead of need, and making room on disk, a bounded step at a time.
+"""What need not be done before an answer: a flush, writing ahead of need, and making room on disk, a bounded step at a
+time.
 
 Rules: an event notes that there may be something to do and goes on; `MoreToDo` asks for a `WorkResumed` when nobody
 waits for an answer, one at a time. A step leaves everything as it must be, so anything may happen before the next one.
@@ -35,7 +36,7 @@ class Chores:
     def resume(self, now: float, out: list[Command]) -> None:
         """One step."""
         self.is_told = False
-        if not self._freer.work(out):
+        if not self._demoter.flush_more(out) and not self._freer.work(out):
             self._refills = self._refills and self._demoter.refill(now, out)
             self.is_due = self._refills
 

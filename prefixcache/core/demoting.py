@@ -27,6 +27,8 @@ from prefixcache.core.state import State
 from prefixcache.core.table import DIGEST_BYTES, DIGEST_KNOWN, NO_SEGMENT, PartColumn
 
 NO_PARENT = bytes(KEY_BYTES)
+_OK, _CORRUPT, _FAILED = int(WriteEnd.OK), int(WriteEnd.CORRUPT), int(WriteEnd.FAILED)
+"""As numbers: numpy asks a member of an enum for a dozen names before it compares."""
 _HIT_OFTEN = 0b11  # two hits: a block is written early
 _MOST_CANDIDATES = 1024
 _DAY_S = 86_400.0
@@ -57,6 +59,11 @@ class Demoter:
         self.jobs: dict[int, WriteJob] = {}
         self.writing_bytes = 0
         self.flushing = False
+        self.flush_due = False  # more of a flush may be begun
+        # What a flush may still begin, all of memory once: where the disk holds less, each write makes room by losing
+        # what was written before. And what of it may fail, or it would be tried for ever.
+        self._flush_left_bytes = 0
+        self._flush_may_fail_bytes = 0
         self._fill = FillMeter()
         # What may still be written ahead of need, by policy, until something takes memory again: where the disk holds
         # less than the reserve, each write would make room by losing what the reserve counts, and so on for ever.
@@ -122,12 +129,18 @@ class Demoter:
     @property
     def is_flushing(self) -> bool:
         """Whether something is being written, or will be once the disk has started."""
-        return bool(self.jobs) or (self.flushing and self.state.disk.is_starting)
+        return bool(self.jobs) or (self.flushing and (self.flush_due or self.state.disk.is_starting))
 
-    def flush(self, out: list[Command]) -> None:
-        """Writes everything that only memory holds, job after job; while the disk starts, as soon as it has."""
+    def flush(self) -> None:
+        """From now on `flush_more` writes all that only memory holds; while the disk starts, as soon as it has."""
         self.flushing = True
-        self.go_on_flushing(out)
+        self._flush_left_bytes = self.state.host.ready_bytes
+        self.note_working()
+
+    def note_working(self) -> None:
+        """Whether the disk takes writes may have changed: a flush waits for that."""
+        self.flush_due = self.flushing and self.state.disk.writes_on
+        self._flush_may_fail_bytes = self.most_bytes
 
     def done(self, event: RecordsWritten, out: list[Command]) -> None:
         """Some records ended."""
@@ -140,26 +153,37 @@ class Demoter:
         disk.room_bytes = event.room_bytes
         rows, parts = records.rows[event.index], records.parts[event.index]
         space.writing.difference_update(zip(rows.tolist(), parts.tolist(), strict=True))
-        fine = event.ends == WriteEnd.OK
-        for part in range(len(space.strides)):
-            mine = fine & (parts == part)
-            if mine.any():
-                disk.place(space, part, rows[mine], event.segments[mine], event.pages[mine])
-        corrupt = event.ends == WriteEnd.CORRUPT
-        if corrupt.any():
-            self._forget_corrupt(space, rows[corrupt])
-        failed = int(np.count_nonzero((event.ends == WriteEnd.FAILED) | corrupt))
-        self.state.stats.disk_drops[DiskDrop.WRITE_FAILED] += failed
-        self.state.stats.disk_drops[DiskDrop.NO_ROOM] += len(fine) - failed - int(np.count_nonzero(fine))
-        self.state.stats.blocks_demoted += int(np.count_nonzero(fine & (parts == 0)))
-        if not fine.all():  # not written: may be tried again
-            self._left_bytes.clear()
-        self.remover.reorder(space, rows[fine])
+        fine = event.ends == _OK
+        all_fine = bool(fine.all())
+        if all_fine and len(space.strides) == 1:  # the usual end by far, and calls wait for it
+            disk.place(space, 0, rows, event.segments, event.pages)
+            self.state.stats.blocks_demoted += len(rows)
+        else:
+            self._place_some(space, event, rows, parts)
+        self.remover.reorder(space, rows if all_fine else rows[fine])
         job.left -= len(event.index)
         if not job.left:
             self._end(event.job, job)
-        if self.flushing and fine.all():
-            self.go_on_flushing(out)
+        if not all_fine:
+            self._flush_may_fail_bytes -= job.size_bytes * int(np.count_nonzero(~fine)) // len(records.rows)
+        self.flush_due = self.flushing and disk.writes_on and (all_fine or self.flush_due)
+
+    def _place_some(self, space: Namespace, event: RecordsWritten, rows: Rows, parts: NDArray[np.uint16]) -> None:
+        """Records of several parts, or some that did not get to the disk: those may be tried again."""
+        fine = event.ends == _OK
+        for part in range(len(space.strides)):
+            mine = fine & (parts == part)
+            if mine.any():
+                self.state.disk.place(space, part, rows[mine], event.segments[mine], event.pages[mine])
+        corrupt = event.ends == _CORRUPT
+        if corrupt.any():
+            self._forget_corrupt(space, rows[corrupt])
+        failed = int(np.count_nonzero((event.ends == _FAILED) | corrupt))
+        self.state.stats.disk_drops[DiskDrop.WRITE_FAILED] += failed
+        self.state.stats.disk_drops[DiskDrop.NO_ROOM] += len(fine) - failed - int(np.count_nonzero(fine))
+        self.state.stats.blocks_demoted += int(np.count_nonzero(fine & (parts == 0)))
+        if not fine.all():
+            self._left_bytes.clear()
 
     def _forget_corrupt(self, space: Namespace, rows: Rows) -> None:
         """Bytes changed in memory since they were committed: their blocks leave, and what follows them."""
@@ -195,16 +219,22 @@ class Demoter:
         self._left_bytes[signature] = left - written * block_bytes
         return written > 0
 
-    def go_on_flushing(self, out: list[Command]) -> None:
-        """What is left of a flush, as far as may be under way at once."""
-        while self.flushing and self.state.disk.writes_on and self.writing_bytes < self.most_bytes:
+    def flush_more(self, out: list[Command]) -> bool:
+        """Begins one more write of a flush; False if that is all for now."""
+        if not self.flush_due:
+            return False
+        if self.writing_bytes < self.most_bytes and min(self._flush_left_bytes, self._flush_may_fail_bytes) > 0:
             victims = [
                 policy.dirty.victim() for policy in self.state.policies.values() if isinstance(policy, TieredLeaves)
             ]
             node = next((victim for victim in victims if victim is not None), None)
-            if node is None or node.space is None or not self._write_path(node.space, node, node.end, out):
-                self.flushing = bool(self.jobs)
-                return
+            before = self.writing_bytes
+            if node is not None and node.space is not None and self._write_path(node.space, node, node.end, out):
+                self._flush_left_bytes -= self.writing_bytes - before
+                return True
+            self.flushing = bool(self.jobs)
+        self.flush_due = False
+        return False
 
     def _write_path(self, space: Namespace, node: Node, depth: int, out: list[Command]) -> int:
         """Begins to write what is not on disk of a path, front to back, as much as one job takes. Answers blocks."""
@@ -250,15 +280,21 @@ class Demoter:
     def _records(self, space: Namespace, rows: Rows, places: NDArray[np.int64], keys: bytes) -> Records:
         """What lacks a record of the blocks at `places` of a path, block by block, part by part."""
         table = space.table
-        lacking = [places[_lacks_record(part, rows[places])] for part in table.parts]
-        at = np.concatenate(lacking)
-        parts = np.repeat(np.arange(len(lacking), dtype=np.uint16), [len(each) for each in lacking])
-        order = np.lexsort((parts, at))
-        at, parts = at[order], parts[order]
-        mine = rows[at].astype(np.uint32)
-        slots = np.empty(len(at), np.uint32)
-        for part, column in enumerate(table.parts):
-            slots[parts == part] = column.slots[mine[parts == part]]
+        if len(table.parts) == 1:  # most namespaces, and calls wait for this
+            at = places[_lacks_record(table.parts[0], rows[places])]
+            parts = np.zeros(len(at), np.uint16)
+            mine = rows[at].astype(np.uint32)
+            slots = table.parts[0].slots[mine]
+        else:
+            lacking = [places[_lacks_record(part, rows[places])] for part in table.parts]
+            at = np.concatenate(lacking)
+            parts = np.repeat(np.arange(len(lacking), dtype=np.uint16), [len(each) for each in lacking])
+            order = np.lexsort((parts, at))
+            at, parts = at[order], parts[order]
+            mine = rows[at].astype(np.uint32)
+            slots = np.empty(len(at), np.uint32)
+            for part, column in enumerate(table.parts):
+                slots[parts == part] = column.slots[mine[parts == part]]
         packed = np.frombuffer(NO_PARENT + keys, np.uint8).reshape(-1, KEY_BYTES)
         nowhere = np.zeros(len(at), np.uint32)
         return Records(
@@ -274,7 +310,10 @@ def _digests(space: Namespace, records: Records) -> NDArray[np.uint8]:
         mine = np.flatnonzero(records.parts == part)
         rows = records.rows[mine]
         known = column.flags[rows] & DIGEST_KNOWN != 0
-        digests[mine[known]] = column.digests[rows[known]]
+        if known.all():
+            digests[mine] = column.digests[rows]
+        else:
+            digests[mine[known]] = column.digests[rows[known]]
     return digests
 
 

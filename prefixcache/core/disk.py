@@ -9,6 +9,8 @@ Must not know: the tree, policies, how bytes move.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,14 +28,16 @@ STARTING = "starting"
 
 
 class Segment:
-    """Records that were put into one segment; `live_bytes` counts those that are still the table's."""
+    """Records that were put into one segment: `put_bytes` counts them all (of an earlier run's it is more than that),
+    `live_bytes` those that are still the table's."""
 
-    __slots__ = ("frozen", "live_bytes", "number", "pieces", "reads")
+    __slots__ = ("frozen", "live_bytes", "number", "pieces", "put_bytes", "reads")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.pieces: list[tuple[Namespace, int, Rows, Places]] = []  # (namespace, part, rows, pages)
         self.live_bytes = 0
+        self.put_bytes = 0
         self.reads = 0  # records being read from it
         self.frozen = False  # being freed
 
@@ -76,12 +80,12 @@ class Disk:
         del self.segments[number]
         del self.numbers[bisect_left(self.numbers, number)]
 
-    def oldest(self, most: int) -> list[Segment]:
-        """Up to `most` segments, oldest first, of which nothing is being read; never the newest."""
+    def oldest(self, most: int, but: Container[int] = ()) -> list[Segment]:
+        """Up to `most` segments but these, oldest first, of which nothing is being read; never the newest."""
         found: list[Segment] = []
         for place in range(len(self.numbers) - 1):
             segment = self.segments[self.numbers[place]]
-            if not segment.reads:
+            if not segment.reads and segment.number not in but:
                 found.append(segment)
                 if len(found) == most:
                     break
@@ -99,12 +103,14 @@ class Disk:
             segment = self.segment(int(first))
             segment.pieces.append((space, part, rows, pages))
             segment.live_bytes += size * len(rows)
+            segment.put_bytes += size * len(rows)
             return
         for number in np.unique(segments).tolist():
             mine = segments == number
             segment = self.segment(number)
             segment.pieces.append((space, part, rows[mine], pages[mine]))
             segment.live_bytes += size * int(np.count_nonzero(mine))
+            segment.put_bytes += size * int(np.count_nonzero(mine))
 
     def lose(self, space: Namespace, part: int, rows: Rows) -> None:
         """One part of some rows is not on disk any more (or never was)."""
@@ -114,10 +120,10 @@ class Disk:
         if not len(known):
             return
         size = space.spec.parts[part].size_bytes
-        for number, count in zip(*np.unique(known, return_counts=True), strict=True):
-            segment = self.segments.get(int(number))
+        for number, count in Counter(known.tolist()).items():
+            segment = self.segments.get(number)
             if segment is not None:
-                segment.live_bytes -= size * int(count)
+                segment.live_bytes -= size * count
         column.segments[rows] = NO_SEGMENT
 
     def forget(self, space: Namespace, rows: Rows) -> None:

@@ -2,9 +2,10 @@
 
 Rules: what a segment holds of blocks that are in memory is just forgotten. Of the others those that were hit since they
 were written, are pinned, or have anything below them that stays are appended again; tails leave, so a prefix loses its
-end first. One segment at a time, never one that is being read from or written to. All of it goes in steps of some
-nodes, between which anything may happen: what is to be kept is compared with the table once more before it is ordered,
-and once more when it is done. Must not know: files.
+end first. A segment of which nearly everything must stay is passed over: giving it back would only write it again, and
+for ever where all are like that. One segment at a time, never one that is being read from or written to. All of it goes
+in steps of some nodes, between which anything may happen: what is to be kept is compared with the table once more
+before it is ordered, and once more when it is done. Must not know: files.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from prefixcache.core.state import State
 _LOOKED_AT = 8  # oldest segments compared with each other
 _AT_ONCE = 3  # of those never looked at, before one is chosen
 _MOST_KEPT = 0.6  # of a segment; beyond it only what must stay is kept
+_WORTH_IT = 15 / 16  # of what was put into a segment at most what must stay
 # Nodes in one step, as all calls wait meanwhile: 0.1 to 0.3 ms.
 _NODES_LOOKED_AT = 64
 _NODES_EMPTIED = 8
@@ -66,6 +68,7 @@ class Freer:
         self._is_due = False  # a write ended: one more segment is looked at, ahead of need
         # What would be kept of a segment, with and without mercy, when last looked at; looked at longest ago first.
         self._kept_bytes: dict[int, tuple[int, int]] = {}
+        self._passed_over: set[int] = set()  # those of them that are not worth it
 
     @property
     def frozen(self) -> set[int]:
@@ -86,16 +89,18 @@ class Freer:
         if self.freeing or not disk.writes_on or not disk.recovered or disk.room_bytes >= 2 * size:
             self._comparing = self._unknown = None
             return False
-        if not (is_short or self._is_due or self._comparing) or not (oldest := disk.oldest(_LOOKED_AT)):
-            return False
         if self._comparing is not None:
             self._compare(self._comparing)
-        elif self._is_due:
+            return True
+        if not (is_short or self._is_due):
+            return False
+        oldest = disk.oldest(_LOOKED_AT, self._passed_over)
+        if self._is_due:
             self._is_due = False
-            self._begin_look(oldest)
-        else:
+            return self._begin_look(oldest)
+        if oldest:
             self._choose(oldest)
-        return True
+        return bool(oldest)
 
     def _choose(self, oldest: list[Segment]) -> None:
         """Begins to free the one of which least is kept, once some of those never looked at were."""
@@ -121,17 +126,21 @@ class Freer:
         self._emptying = _Emptying(segment, NodesOf(self.state.disk, segment), mercy=mercy)
 
     def _known(self, oldest: list[Segment]) -> dict[int, tuple[int, int]]:
-        """What is known of these; the rest is forgotten."""
-        numbers = {each.number for each in oldest}
+        """What is known of these and of those that are passed over; the rest is forgotten."""
+        self._passed_over &= self.state.disk.segments.keys()
+        numbers = {each.number for each in oldest} | self._passed_over
         self._kept_bytes = {number: kept for number, kept in self._kept_bytes.items() if number in numbers}
         return self._kept_bytes
 
-    def _begin_look(self, oldest: list[Segment]) -> None:
-        """At one never looked at, else again at the one seen longest ago."""
+    def _begin_look(self, oldest: list[Segment]) -> bool:
+        """At one never looked at, else again at the one seen longest ago; False if there is none."""
         known = self._known(oldest)
-        number = next((each.number for each in oldest if each.number not in known), None)
-        segment = self.state.disk.segments[next(iter(known)) if number is None else number]
+        number = next((each.number for each in oldest if each.number not in known), next(iter(known), None))
+        if number is None:
+            return False
+        segment = self.state.disk.segments[number]
         self._comparing = _Comparing(segment, NodesOf(self.state.disk, segment))
+        return True
 
     def _compare(self, comparing: _Comparing) -> None:
         """Looks at some nodes. They may change before the others are looked at: this is an estimate."""
@@ -140,13 +149,17 @@ class Freer:
             nodes = [node for node in nodes if node.state != DETACHED]
             if nodes:
                 look = Look(space, nodes, comparing.segment.number)
+                sizes = _record_bytes(look, comparing.segment.number)
                 for mercy, gone in enumerate(comparing.gone):
                     _, kept = look.judge(gone, mercy=bool(mercy))
-                    comparing.kept_bytes[mercy] += int(np.count_nonzero(kept)) * space.block_bytes
+                    comparing.kept_bytes[mercy] += int(sizes[kept].sum())
         if not comparing.todo:
-            without, kept_bytes = comparing.kept_bytes
-            self._kept_bytes.pop(comparing.segment.number, None)
-            self._kept_bytes[comparing.segment.number] = kept_bytes, without
+            number, (without, kept_bytes) = comparing.segment.number, comparing.kept_bytes
+            self._kept_bytes.pop(number, None)
+            self._kept_bytes[number] = kept_bytes, without
+            self._passed_over.discard(number)
+            if without > _WORTH_IT * comparing.segment.put_bytes:
+                self._passed_over.add(number)
             self._comparing = None
 
     def done(self, event: SegmentFreed, out: list[Command]) -> None:
@@ -179,6 +192,7 @@ class Freer:
             self._lose(segment)
         self.freeing.clear()
         self._kept_bytes.clear()
+        self._passed_over.clear()
 
     def _lose(self, segment: Segment) -> None:
         if self._emptying is not None and self._emptying.segment is segment:
@@ -292,6 +306,14 @@ class Freer:
                 self.remover.lose_records(space, part, mine)
         if node.rank != NOT_QUEUED:
             space.policy.retick_leaf(node, space.tail_tick(node))
+
+
+def _record_bytes(look: Look, segment: int) -> NDArray[np.int64]:
+    """i64[n]: what of each block lies in the segment."""
+    sizes = np.zeros(len(look.rows), np.int64)
+    for part, column in zip(look.space.spec.parts, look.space.table.parts, strict=True):
+        sizes += (column.segments[look.rows] == segment) * part.size_bytes
+    return sizes
 
 
 def _records(segment: int, look: Look, kept: NDArray[np.bool_]) -> Records:

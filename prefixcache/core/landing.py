@@ -8,6 +8,8 @@ its block with it, and what follows; of a part that not every block has, only it
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,6 +26,8 @@ from prefixcache.core.removal import Remover
 from prefixcache.core.state import State
 
 _PLACE, _DROP, _LOSE = range(3)
+_OK, _FAILED, _LOST = int(ReadEnd.OK), int(ReadEnd.FAILED), int(ReadEnd.LOST)
+"""As numbers: numpy asks a member of an enum for a dozen names before it compares."""
 
 
 class Lander:
@@ -61,31 +65,31 @@ class Lander:
     def _count(self, load: Load, event: RecordsRead, now: float) -> None:
         records, index = load.records, event.index
         sizes = np.array([part.size_bytes for part in load.space.spec.parts], np.int64)
-        fine = bool((event.ends == ReadEnd.OK).any())
+        fine = bool((event.ends == _OK).any())
         self.loader.meter.end(int(sizes[records.parts[index]].sum()), now, fine=fine)
-        for number, count in zip(*np.unique(records.segments[index], return_counts=True), strict=True):
-            segment = self.state.disk.segments.get(int(number))
+        for number, count in Counter(records.segments[index].tolist()).items():
+            segment = self.state.disk.segments.get(number)
             if segment is not None:
-                segment.reads -= int(count)
+                segment.reads -= count
 
     def _judged(self, load: Load, index: NDArray[np.uint32], ends: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """A record that is not where it was read is not lost if it was appended again meanwhile."""
-        if (ends != ReadEnd.LOST).all():
+        if (ends != _LOST).all():
             return ends
         judged, records = ends.copy(), load.records
-        for place in np.flatnonzero(ends == ReadEnd.LOST).tolist():
+        for place in np.flatnonzero(ends == _LOST).tolist():
             at = index[place]
             segment = int(records.segments[at])
             known = self.state.disk.segments.get(segment)
             column = load.space.table.parts[int(records.parts[at])]
             if known is None or known.frozen or int(column.segments[records.rows[at]]) != segment:
-                judged[place] = ReadEnd.FAILED
+                judged[place] = _FAILED
         return judged
 
     def _forget_records(self, load: Load, index: NDArray[np.uint32], ends: NDArray[np.uint8]) -> None:
         """Of a part that not every block has, the record alone is lost."""
         space = load.space
-        lost = index[ends == ReadEnd.LOST]
+        lost = index[ends == _LOST]
         if not len(lost) or not space.has_full:
             return
         for part in space.optional_parts:
@@ -127,8 +131,8 @@ class Lander:
             if part in space.optional_parts and space.has_full:
                 continue
             mine = load.slots[part][which] != NO_SLOT
-            verdicts[mine & (ends[which] == ReadEnd.FAILED) & (verdicts == _PLACE)] = _DROP
-            verdicts[mine & (ends[which] == ReadEnd.LOST)] = _LOSE
+            verdicts[mine & (ends[which] == _FAILED) & (verdicts == _PLACE)] = _DROP
+            verdicts[mine & (ends[which] == _LOST)] = _LOSE
         return verdicts
 
     def _that_may(self, load: Load, which: slice) -> slice:
@@ -150,7 +154,7 @@ class Lander:
             return slice(which.start, which.start)
         one = slice(which.start, which.start + 1)
         for part, slots in load.slots.items():
-            load.ends[part][one] = np.where(slots[one] != NO_SLOT, ReadEnd.FAILED, load.ends[part][one])
+            load.ends[part][one] = np.where(slots[one] != NO_SLOT, _FAILED, load.ends[part][one])
         return one
 
     def _give_back(self, load: Load, which: slice) -> None:
@@ -176,9 +180,7 @@ class Lander:
 
     def _bring(self, load: Load, node: Node, place: int, which: slice) -> None:
         space = load.space
-        came = {
-            part: (load.slots[part][which] != NO_SLOT) & (load.ends[part][which] == ReadEnd.OK) for part in load.slots
-        }
+        came = {part: (load.slots[part][which] != NO_SLOT) & (load.ends[part][which] == _OK) for part in load.slots}
         any_came = np.logical_or.reduce(list(came.values()))
         cold = node.cold and bool(any_came.any())
         if cold:

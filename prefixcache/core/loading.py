@@ -8,6 +8,8 @@ them (landing does), who else wants memory.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from prefixcache.core.commands import Arrived, CancelReads, Command, ReadRecords, SetGenerations
@@ -268,8 +270,8 @@ class Loader:
             int(np.count_nonzero(mine != NO_SLOT)) * space.strides[part] for part, mine in slots.items()
         )
         space.loading.update(dict.fromkeys(load.names(slice(None)), load))
-        for number, count in zip(*np.unique(load.records.segments, return_counts=True), strict=True):
-            state.disk.segment(int(number)).reads += int(count)
+        for number, count in Counter(load.records.segments.tolist()).items():
+            state.disk.segment(number).reads += count
         self.meter.begin(load.size_bytes, now)
         out.append(SetGenerations(state.host_pool, held, load.generation))
         out.append(ReadRecords(load.number, state.host_pool, load.records))

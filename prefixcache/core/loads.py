@@ -105,7 +105,7 @@ class Load:
         for part, known in self.ends.items():
             mine = parts == part
             known[self.owner[index[mine]]] = ends[mine]
-        self.lost |= bool((ends == ReadEnd.LOST).any())
+        self.lost |= bool((ends == int(ReadEnd.LOST)).any())
 
 
 class Wish:

@@ -175,7 +175,7 @@ class Planner:
             events.DiskForgotten: lambda event, now, out: self._disk_forgotten(),
             events.DiskMeasured: lambda event, now, out: loader.meter.believe(event.read_bytes_per_s),
             events.DiskChanged: lambda event, now, out: self._disk_changed(event, out),
-            events.FlushStarted: lambda event, now, out: demoter.flush(out),
+            events.FlushStarted: lambda event, now, out: self._flush_started(),
             events.WorkResumed: lambda event, now, out: chores.resume(now, out),
         }
 
@@ -199,6 +199,12 @@ class Planner:
         else:
             self.chores.note_failed()
 
+    def _flush_started(self) -> None:
+        assert self.demoter is not None
+        assert self.chores is not None
+        self.demoter.flush()
+        self.chores.note()
+
     def _disk_forgotten(self) -> None:
         assert self.freer is not None
         assert self.recoverer is not None
@@ -213,8 +219,9 @@ class Planner:
             self.demoter.note_new_reason()
         if not event.reads_on and self.loader is not None:
             self.loader.turn_off(out)
-        if self.demoter is not None:
-            self.demoter.go_on_flushing(out)
+        if self.demoter is not None and self.chores is not None:
+            self.demoter.note_working()
+            self.chores.note()
 
     def _time_passed(self, event: events.TimePassed, now: float, out: list[Command]) -> None:
         if self.demoter is not None and self.chores is not None and self.loader is not None:

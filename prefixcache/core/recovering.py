@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from prefixcache.core.commands import Change, Command, RevokeRecords
+from prefixcache.core.disk import UNKNOWN_ROOM
 from prefixcache.core.events import DiskRecovered, RecoveryDone
 from prefixcache.core.ids import KEY_BYTES, Rows
 from prefixcache.core.namespaces import Namespace
@@ -52,7 +53,7 @@ class Recoverer:
 
     def found(self, event: DiskRecovered) -> None:
         """Records of one segment and namespace."""
-        self.state.disk.segment(event.segment)
+        self.state.disk.segment(event.segment).put_bytes = UNKNOWN_ROOM
         space = self.state.namespaces.get(event.namespace)
         if space is None or not space.on_disk or self.state.disk.recovered or not event.keys:
             return

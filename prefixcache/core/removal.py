@@ -90,7 +90,7 @@ class Remover:
         index = space.tree.index
         if index is None:
             return
-        for number in np.unique(index.numbers(rows)).tolist():
+        for number in sorted(set(index.numbers(rows).tolist())):  # a twentieth of np.unique for some rows
             node = index.by_number.get(number)
             if node is not None and node.rank != NOT_QUEUED:
                 space.policy.retick_leaf(node, space.tail_tick(node))

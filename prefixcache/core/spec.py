@@ -123,7 +123,7 @@ class DiskSpec:
     segment_bytes: int = 256 << 20
     reserve_share: float = 0.02
     job_bytes: int = 32 << 20
-    writing_bytes: int = 128 << 20
+    writing_bytes: int = 64 << 20
     loading_bytes: int = 1 << 30
     early_bytes_per_day: int = 1 << 40
     read_bytes_per_s: float = 1e9

@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+import numpy as np
+
 from prefixcache.core import events as e
 from prefixcache.core.ids import HOST_POOL
 from prefixcache.core.leases import known_digest
@@ -316,6 +318,7 @@ def run(loaded: Loaded, ready_fd: int | None = None, on_ready: Callable[[Daemon]
 
     signals.watch(lambda count: (daemon.stopping if count == 1 else daemon.hurry).set())
     daemon.start()
+    np.unique(np.zeros(1))  # imports a part of numpy at its first call: 12 ms, and calls would wait for them
     # What lives now lives until the end: the collector need not look at it again.
     gc.collect()
     gc.freeze()

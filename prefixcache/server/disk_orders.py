@@ -128,14 +128,21 @@ class DiskOrders:
             return
         entries = self._entries(records, name)
         at = records.slots.astype(np.int64) * SLOT_GRANULE
+        all_told: list[Ended] = []
 
         def ended(told: Ended) -> None:
-            entries = told.entries
-            segments, pages = entries["segment"].astype(np.uint32), entries["page"].astype(np.uint32)
-            index, ends = told.which.astype(np.uint32), _write_ends(told.outcomes)
-            self._post(e.RecordsWritten(told.job, index, ends, segments, pages, self._room_bytes()))
+            all_told.append(told)
+            if not told.left:  # an event a job: nobody waits for the first records, and each event is paid by calls
+                self._post(self._written(all_told))
 
         tier.write(order.job, self._memory, at, entries, ended, order.digests)
+
+    def _written(self, told: list[Ended]) -> e.RecordsWritten:
+        entries = np.concatenate([each.entries for each in told])
+        segments, pages = entries["segment"].astype(np.uint32), entries["page"].astype(np.uint32)
+        index = np.concatenate([each.which for each in told]).astype(np.uint32)
+        ends = _write_ends(np.concatenate([each.outcomes for each in told]))
+        return e.RecordsWritten(told[0].job, index, ends, segments, pages, self._room_bytes())
 
     def _read(self, order: c.ReadRecords) -> None:
         records, tier = order.records, self.tier
@@ -147,12 +154,10 @@ class DiskOrders:
         at = records.slots.astype(np.int64) * SLOT_GRANULE
 
         def ended(told: Ended) -> None:
-            lost = np.isin(told.outcomes, _LOST)
-            unknown = int((told.outcomes == Outcome.UNKNOWN_CODEC).sum())
+            self._post(e.RecordsRead(told.job, told.which.astype(np.uint32), _READ_ENDS[told.outcomes]))
+            unknown = told.outcomes.tolist().count(Outcome.UNKNOWN_CODEC)
             if unknown:
                 log.warning("a block on disk has an unknown codec", extra={"facts": {"records": unknown}})
-            ends = np.where(told.outcomes == Outcome.OK, e.ReadEnd.OK, np.where(lost, e.ReadEnd.LOST, e.ReadEnd.FAILED))
-            self._post(e.RecordsRead(told.job, told.which.astype(np.uint32), ends.astype(np.uint8)))
 
         tier.read(order.job, self._memory, at, self._entries(records, name), ended)
 
@@ -270,6 +275,9 @@ _ENDS[Outcome.OK], _ENDS[Outcome.NO_ROOM], _ENDS[Outcome.MISMATCH] = (
     e.WriteEnd.NO_ROOM,
     e.WriteEnd.CORRUPT,
 )
+
+_READ_ENDS: Final = np.full(256, e.ReadEnd.FAILED, np.uint8)
+_READ_ENDS[list(_LOST)], _READ_ENDS[Outcome.OK] = e.ReadEnd.LOST, e.ReadEnd.OK
 
 
 def _write_ends(outcomes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

@@ -28,12 +28,13 @@ class DiskOptions:
 
     cap_bytes: hard cap of the whole directory, everything counted. segment_bytes: of a new segment; older ones keep
     theirs. queue_bytes: payload waiting to be written before further writes are dropped. batch_bytes: aim of one write
-    call. read_bytes: most payload of one read call; the first of a job takes a quarter. write_patience_s: longest a
-    waiting write lets reads go first. stall_s: a call that takes longer marks the tier stalled. retry_s: first pause
-    before a tier that is off tries again, doubled up to retry_max_s. writers/readers: threads; 0 of both: the owner
-    calls `pump` itself. codec: see DiskCodec. pack_patience_s: longest a record waits to be made smaller before it is
-    written as it is. packers: threads of the lowest priority that do it, 0 for as many as `writers` calls for. The
-    defaults for sizes and threads are those that measured best beside fio.
+    call while much waits, else half as much. read_bytes: most payload of one read call; the first of a job takes a
+    quarter. write_patience_s: longest a waiting write lets reads go first. stall_s: a call that takes longer marks the
+    tier stalled. retry_s: first pause before a tier that is off tries again, doubled up to retry_max_s.
+    writers/readers: threads, the writers at most (see `crew`); 0 of both: the owner calls `pump` itself. codec: see
+    DiskCodec. pack_patience_s: longest a record waits to be made smaller before it is written as it is. packers:
+    threads of the lowest priority that do it, 0 for as many as `writers` calls for. The defaults for sizes and threads
+    are those that measured best beside fio.
     """
 
     cap_bytes: int

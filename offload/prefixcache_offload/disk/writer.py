@@ -1,8 +1,9 @@
 """Appends records to the open segment: a bounded queue, batches of one large call each, footers when a segment is full.
 
-Any number of threads call `step`. Places and sequence numbers are given out under the lock in the queue's order, so the
-order in the log is the order of the sequence. What has returned OK has left this process: it survives kill -9. It
-survives a power cut once its segment is sealed or `Tail.sync` came back. A segment in which a call failed is closed.
+Any number of threads call `step`; how many of them write at once, `crew` says. Places and sequence numbers are given
+out under the lock in the queue's order, so the order in the log is the order of the sequence. What has returned OK has
+left this process: it survives kill -9. It survives a power cut once its segment is sealed or `Tail.sync` came back. A
+segment in which a call failed is closed.
 """
 
 from collections import deque
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from prefixcache_offload.disk.crew import Crew
 from prefixcache_offload.disk.outcomes import Outcome, outcome_of, trouble_of
 from prefixcache_offload.disk.packing import Packer
 from prefixcache_offload.disk.queued import Item, WriteJob
@@ -56,6 +58,7 @@ class Writer:
         self._opening = False
         self._active: list[int] = []
         """First sequence numbers of the batches in the kernel."""
+        self._crew = Crew()
 
     @property
     def queued_bytes(self) -> int:
@@ -77,7 +80,7 @@ class Writer:
             columns = (entries["length"], stored_bytes(entries), entries["kind"] == _TOMBSTONE, revoked)
             told = enumerate(zip(*(column.tolist() for column in columns), strict=True))
             refusals = [self._admit(Item(job, i, *about), gone=gone) for i, (*about, gone) in told]
-            shared.writes_wait.notify(len(entries))
+            shared.writes_wait.notify(self._lacking())
         outcomes = np.array(refusals, np.uint8)
         refused = np.flatnonzero(outcomes)
         if refused.size:
@@ -118,7 +121,13 @@ class Writer:
             return not shared.closing or bool(self._queue or self._again)
 
     def _waiting(self) -> bool:
-        return bool(self._again or (self._queue and self._head_ready())) and not self._opening
+        if self._opening or not self._lacking():
+            return False
+        return bool(self._again or (self._queue and self._head_ready()))
+
+    def _lacking(self) -> int:
+        """Writers that are to begin; the lock is held."""
+        return self._crew.lacks(self._queued_bytes, urgent=self._tombstones > 0)
 
     def _head_ready(self) -> bool:
         shared = self._shared
@@ -148,9 +157,11 @@ class Writer:
         """Batch up what comes next, and give it its places."""
         items: list[Item] = []
         size = 0
+        # A call keeps a core busy in the kernel, and nobody else gets it meanwhile: long ones only where much waits.
+        aim = self._shared.options.batch_bytes // (1 if self._crew.behind(self._queued_bytes) else 4)
         while queue and len(items) < _MOST_IN_BATCH:
             item = queue[0]
-            full = size + item.size > self._shared.options.batch_bytes or not segment.fits(item.pages, 1)
+            full = size + item.size > aim or not segment.fits(item.pages, 1)
             if items and (full or (queue is self._queue and not self._head_ready())):
                 break
             size += item.size
@@ -162,6 +173,7 @@ class Writer:
             if item.stored is not None:
                 job.entries["codec"][which], job.entries["pages"][which] = _LOSSLESS, item.pages - 1
         self._active.append(int(items[0].job.entries["sequence"][items[0].which]))
+        self._crew.begin(self._shared.clock())
         segment.writes += 1
         return _Batch(segment, items, _entries_of(items), np.zeros(len(items), np.bool_))
 
@@ -188,7 +200,9 @@ class Writer:
         with shared.lock:
             shared.counters.write_seconds += shared.clock() - call.started
             shared.counters.write_calls += 1
-            shared.counters.device_bytes += size if error is None else 0
+            written = size if error is None else 0
+            shared.counters.device_bytes += written
+            self._crew.end(shared.clock(), written)
             self._written(batch, ok=error is None)
         if error is not None:
             self.fail(error)
@@ -197,6 +211,8 @@ class Writer:
         with shared.lock:
             self._active.remove(int(batch.entries["sequence"][0]))
             shared.writes_done.notify_all()
+            # This thread goes on by itself, so one that waits is woken for the second place that is free.
+            shared.writes_wait.notify(max(self._lacking() - 1, 0) if self._queue or self._again else 0)
 
     def _buffers(self, batch: _Batch) -> list[memoryview]:
         """Header, payload, header, payload."""
@@ -321,15 +337,15 @@ def _entries_of(items: list[Item]) -> Entries:
 
 
 def _digest(batch: _Batch) -> None:
-    """Fill in what the payloads are, and find those that are not what they should be."""
+    """Fill in what the payloads are: what is known of them, else what they are now."""
     digests = batch.entries["digest"]
     for i, item in enumerate(batch.items):
         job, which = item.job, item.which
-        if item.is_corrupt():
+        if item.stored is None and job.expected is not None and job.checked[which]:
+            digests[i] = job.expected[which]  # bytes that are others are found when they are read
+        elif item.is_corrupt():  # its smaller form would have a digest of its own, and nobody would see it
             batch.corrupt[i] = True  # its place is given: it stays a record that cannot be read
             digests[i] = 0
-        elif item.stored is None and job.expected is not None and job.checked[which]:
-            digests[i] = job.expected[which]  # just found to be so
         elif item.stored is not None or not job.digested:
             digests[i] = np.frombuffer(digest(item.payload()), np.uint8)
         job.entries["digest"][which] = digests[i]

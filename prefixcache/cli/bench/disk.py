@@ -3,8 +3,9 @@ a plain program.
 
 The limit is `fio` (psync, direct, 2 MiB) where it is installed, else a loop of preadv/pwritev on threads, at the best
 of 1, 2 and 4 jobs. Both go to the same directory; rounds are interleaved and each figure is the median of its rounds.
-Files are new for every written round, on both sides. Our side includes checksums, headers, footers, syncs and the
-callback of each record; what a daemon adds above that is `demotion`'s. GB are 10^9 bytes.
+Files are new for every written round, on both sides. Our side includes headers, footers, syncs, the callback
+of each record and the checksums of what is read; what is written comes with its checksum, as the daemon knows it since
+the commit; what a daemon adds above that is `demotion`'s. GB are 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from prefixcache.cli.bench import demotion
 from prefixcache.cli.bench.plan import Plan, Progress
 from prefixcache.cli.errors import CliError
 from prefixcache_offload.disk import ENTRY, DiskOptions, DiskRefused, Entries, Outcome
+from prefixcache_offload.disk.records import digest
 from prefixcache_offload.disk.shared import Ended
 from prefixcache_offload.disk.tier import DiskTier
 
@@ -111,6 +113,8 @@ class _Ours:
         self._folder, self._blocks, self._block_bytes = folder, blocks, block_bytes
         self._memory = _touched(blocks * block_bytes)
         self._at = np.arange(blocks, dtype=np.int64) * block_bytes
+        digests = [digest(self._memory[start : start + block_bytes]) for start in self._at.tolist()]
+        self._digests = np.frombuffer(b"".join(digests), np.uint8).reshape(blocks, -1)
         self._found: Entries = np.zeros(0, ENTRY)
         self._tier: DiskTier | None = None
         self._written = 0
@@ -134,7 +138,7 @@ class _Ours:
         entries["key"][:, :8] = numbers.view(np.uint8).reshape(-1, 8)
         waits = _Waits(self._blocks)
         start = time.perf_counter()
-        tier.write(1, self._memory, self._at, entries, waits.done)
+        tier.write(1, self._memory, self._at, entries, waits.done, self._digests)
         rate = waits.rate(start, self._memory.size)
         self._found = waits.entries
         return rate

@@ -6,7 +6,7 @@ import pytest
 
 from prefixcache.core import freeing
 from prefixcache.core.commands import FreeSegment, MoreToDo, Reserved, WriteRecords
-from prefixcache.core.events import WriteEnd
+from prefixcache.core.events import DiskChanged, FlushStarted, SegmentLost, WriteEnd
 from prefixcache.core.reasons import DiskDrop
 from prefixcache.core.spec import DiskSpec
 from tests.unit.core.disk_harness import DiskHarness
@@ -40,6 +40,79 @@ def test_a_write_that_failed_is_no_reason_for_another() -> None:
     assert harness.end_writes(WriteEnd.FAILED) == 2
     assert not harness.resume()
     assert not harness.orders
+
+
+def test_a_flush_begins_a_write_a_step() -> None:
+    harness = DiskHarness(slots=32, disk=DiskSpec(reserve_share=0.0, job_bytes=2 * GRANULE))
+    for word in ("abcdefgh", "ijklmnop"):
+        harness.store(word)
+    demoter = harness.planner.demoter
+    assert demoter is not None
+    harness.is_busy = True
+    assert [type(each) for each in harness.send(FlushStarted())] == [MoreToDo]
+    for count in range(1, 5):  # a quarter of memory at once
+        assert demoter.is_flushing
+        assert harness.resume()
+        assert len([each for each in harness.orders if isinstance(each, WriteRecords)]) == count
+    harness.resume()
+    assert not demoter.flush_due
+    assert demoter.is_flushing
+    assert harness.end_writes() == 8
+    assert demoter.flush_due, "what ended makes room for more"
+    harness.is_busy = False
+    harness.resume()
+    assert harness.end_writes() == 8
+    assert not demoter.is_flushing
+
+
+def test_a_flush_writes_nothing_more_once_the_disk_is_off() -> None:
+    harness = DiskHarness(slots=32, disk=DiskSpec(reserve_share=0.0, job_bytes=2 * GRANULE))
+    harness.store("abcdefgh")
+    demoter = harness.planner.demoter
+    assert demoter is not None
+    harness.is_busy = True
+    harness.send(FlushStarted())
+    harness.resume()
+    harness.send(DiskChanged(reads_on=True, writes_on=False, reason="unusable"))
+    harness.resume()
+    assert harness.end_writes() == 2, "what was under way"
+    harness.resume()
+    assert not harness.orders
+    assert not demoter.is_flushing
+
+
+def test_a_flush_does_not_try_for_ever_what_cannot_be_written() -> None:
+    harness = DiskHarness(slots=32, disk=DiskSpec(reserve_share=0.0, job_bytes=2 * GRANULE))
+    harness.store("abcdefgh")
+    harness.is_busy = True
+    harness.send(FlushStarted())
+    demoter = harness.planner.demoter
+    assert demoter is not None
+    tried = 0
+    while demoter.flush_due:  # each write ends before the next one is begun
+        harness.resume()
+        tried += harness.end_writes(WriteEnd.NO_ROOM)
+    assert tried == 8, "a quarter of memory"
+    assert not demoter.is_flushing
+
+
+def test_a_flush_writes_all_of_memory_once_however_much_its_writes_lose() -> None:
+    slots = 32
+    harness = DiskHarness(slots, disk=DiskSpec(reserve_share=0.0, job_bytes=2 * GRANULE), per_segment=2)
+    for word in ("abcdefgh", "ijklmnop"):
+        harness.store(word)
+    harness.is_busy = True
+    harness.send(FlushStarted())
+    written = 0
+    for _ in range(4 * slots):  # a write, and what was written before is lost
+        harness.resume()
+        written += harness.end_writes()
+        for number in list(harness.planner.state.disk.segments):
+            harness.send(SegmentLost(number))
+    assert written == slots
+    demoter = harness.planner.demoter
+    assert demoter is not None
+    assert not demoter.is_flushing
 
 
 def emptied(prompts: list[str], monkeypatch: pytest.MonkeyPatch) -> DiskHarness:

@@ -55,7 +55,7 @@ def test_the_segment_with_the_least_to_keep_goes_and_its_blocks_with_it() -> Non
 
 
 def test_blocks_with_something_below_them_elsewhere_are_appended_again() -> None:
-    harness = full("abcde", "abcdefgh", per_segment=5)  # segment 2 is the newest, and stays
+    harness = full("abcde", "x", "abcdefgh", per_segment=6)  # segment 2 is the newest, and stays
     (order,) = begun(harness)
     assert order.segment == 1
     (keep,) = order.keep
@@ -65,6 +65,12 @@ def test_blocks_with_something_below_them_elsewhere_are_appended_again() -> None
     assert acquired.planned_blocks == 8
     (read,) = harness.take(ReadRecords)
     assert set(read.records.segments.tolist()) == {2, 90}
+
+
+def test_a_segment_of_which_all_must_stay_is_passed_over() -> None:
+    harness = full("abcde", "abcdefg", "xyz", per_segment=5)
+    (order,) = begun(harness)
+    assert order.segment == 2
 
 
 def test_a_tail_goes_before_what_is_in_front_of_it() -> None:
@@ -94,7 +100,7 @@ def test_a_segment_that_is_being_read_stays() -> None:
 
 
 def test_a_record_that_moved_while_it_was_asked_for_is_not_lost() -> None:
-    harness = full("abcde", "abcdefgh", per_segment=5)
+    harness = full("abcde", "x", "abcdefgh", per_segment=6)
     (order,) = begun(harness)
     acquired = harness.acquire("abcde", deadline_s=WAIT)
     (read,) = harness.take(ReadRecords)
@@ -108,14 +114,14 @@ def test_a_record_that_moved_while_it_was_asked_for_is_not_lost() -> None:
 
 
 def test_a_segment_that_could_not_be_freed_stays_as_it_was() -> None:
-    harness = full("abcde", "abcdefgh", per_segment=5)
+    harness = full("abcde", "x", "abcdefgh", per_segment=6)
     (order,) = begun(harness)
     harness.free(order, freed=False)
     assert harness.acquire("abcdefgh", deadline_s=WAIT).planned_blocks == 8
 
 
 def test_what_could_not_be_kept_goes_with_all_that_follows_it() -> None:
-    harness = full("abcde", "abcdefgh", per_segment=5)
+    harness = full("abcde", "x", "abcdefgh", per_segment=6)
     assert len(begun(harness)) == 1
     ends = np.array([0, 0, 2, 0, 0], np.uint8)
     places = np.array([90, 90, 0, 90, 90], np.uint32), np.array([2, 4, 0, 8, 10], np.uint32)
@@ -124,7 +130,7 @@ def test_what_could_not_be_kept_goes_with_all_that_follows_it() -> None:
 
 
 def test_what_was_cleared_while_it_was_appended_again_gets_another_tombstone() -> None:
-    harness = full("abcde", "abcdefgh", per_segment=5)
+    harness = full("abcde", "x", "abcdefgh", per_segment=6)
     (order,) = begun(harness)
     harness.clear("abcde")
     harness.free(order)

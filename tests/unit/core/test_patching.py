@@ -209,10 +209,11 @@ def test_one_that_was_cleared_meanwhile_is_not_there() -> None:
 
 
 def test_a_segment_that_goes_leaves_what_came_back_to_memory_only_there() -> None:
-    harness = DiskHarness(8, disk=SLOW, per_segment=4)
-    harness.store("abcd")
-    harness.flush()
-    harness.store("zyxwvuts")
+    harness = DiskHarness(9, disk=SLOW, per_segment=5)
+    for word in ("abcd", "!"):
+        harness.store(word)
+        harness.flush()
+    harness.store("zyxwvuts?")
     reserved = harness.reserve("abcd")  # pins them: they are kept when the segment goes
     harness.room_bytes = 0
     harness.flush()

@@ -2,7 +2,8 @@
 
 Rules:
 1. Orders are done by one thread, in the planner's order, so that a tombstone never overtakes a write; it never holds
-   the owner's lock while it waits for the disk.
+   the owner's lock while it waits for the disk. Reads overtake nothing and somebody waits for them, so they are handed
+   to the log's readers at once; what that ends at once is told by the thread.
 2. Without a directory every order ends at once, as failed.
 3. A clear that the disk did not take is kept, and given to it again before anything else is.
 Bytes only; which block is where, and what is wanted, the planner knows.
@@ -58,7 +59,7 @@ class DiskOrders:
         self._worker = threading.Thread(target=self._run, name="prefixcache-disk", daemon=True)
         self.table: dict[type, Callable[..., None]] = {
             c.WriteRecords: lambda order: self._queue.put(lambda: self._write(order)),
-            c.ReadRecords: lambda order: self._queue.put(lambda: self._read(order)),
+            c.ReadRecords: self._read,
             c.CancelReads: lambda order: self._queue.put(lambda: self._cancel(order)),
             c.FreeSegment: lambda order: self._queue.put(lambda: self._free(order)),
             c.RevokeRecords: self._order_revoke,
@@ -149,17 +150,24 @@ class DiskOrders:
         name = self.names.get(records.namespace)
         if tier is None or name is None:
             index = np.arange(len(records.rows), dtype=np.uint32)
-            self._post(e.RecordsRead(order.job, index, np.full(len(index), e.ReadEnd.FAILED, np.uint8)))
+            failed = e.RecordsRead(order.job, index, np.full(len(index), e.ReadEnd.FAILED, np.uint8))
+            self._queue.put(lambda: self._post(failed))
             return
+        caller, at_once = threading.get_ident(), True
         at = records.slots.astype(np.int64) * SLOT_GRANULE
 
         def ended(told: Ended) -> None:
-            self._post(e.RecordsRead(told.job, told.which.astype(np.uint32), _READ_ENDS[told.outcomes]))
+            event = e.RecordsRead(told.job, told.which.astype(np.uint32), _READ_ENDS[told.outcomes])
+            if at_once and threading.get_ident() == caller:
+                self._queue.put(lambda: self._post(event))  # the planner's other orders are to be done before it
+            else:
+                self._post(event)
             unknown = told.outcomes.tolist().count(Outcome.UNKNOWN_CODEC)
             if unknown:
                 log.warning("a block on disk has an unknown codec", extra={"facts": {"records": unknown}})
 
         tier.read(order.job, self._memory, at, self._entries(records, name), ended)
+        at_once = False
 
     def _cancel(self, order: c.CancelReads) -> None:
         tier = self.tier

@@ -18,6 +18,9 @@ class CodedPlaces:
         self._pieces: list[npt.NDArray[np.void]] = []
         self._sorted = False
 
+    def __bool__(self) -> bool:
+        return bool(self._pieces)
+
     def add(self, entries: Entries) -> None:
         """Note those that are not raw. entries: ENTRY[n]."""
         coded = entries[entries["codec"] != Codec.RAW]
@@ -30,7 +33,7 @@ class CodedPlaces:
 
     def fill(self, entries: Entries, which: npt.NDArray[np.int64]) -> None:
         """Set codec and pages of those of entries[which], all of this segment, that are noted."""
-        if not self._pieces:
+        if not self:
             return
         if len(self._pieces) > 1 or not self._sorted:
             joined = np.concatenate(self._pieces)

@@ -168,9 +168,9 @@ class SegmentTable:
     def as_stored(self, entries: Entries) -> Entries:
         """A copy of the entries that says in which form, on how many pages, each lies on disk."""
         told = entries.copy()
-        for number in np.unique(entries["segment"]).tolist():
+        for number in set(entries["segment"].tolist()):
             segment = self.by_number.get(number)
-            if segment is not None:
+            if segment is not None and segment.coded:
                 segment.coded.fill(told, np.flatnonzero(entries["segment"] == number))
         return told
 

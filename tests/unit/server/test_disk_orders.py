@@ -73,3 +73,20 @@ def test_a_read_is_an_event_a_call_so_that_the_first_blocks_come_early() -> None
     tier.done(told([2, 3], [Outcome.UNKNOWN_CODEC, Outcome.IO_ERROR], 0))
     ends = [event.ends.tolist() for event in events if isinstance(event, e.RecordsRead)]
     assert ends == [[e.ReadEnd.OK, e.ReadEnd.LOST], [e.ReadEnd.LOST, e.ReadEnd.FAILED]]
+
+
+def test_what_a_read_ends_at_once_is_told_behind_the_planners_other_orders() -> None:
+    orders, tier, events = made()
+    off = told([0, 1], [Outcome.TIER_OFF, Outcome.TIER_OFF], 0)
+    tier.read = lambda job, memory, at, entries, done: done(off)
+    orders._read(c.ReadRecords(5, 0, records(2)))
+    orders.tier = None
+    orders._read(c.ReadRecords(6, 0, records(2)))
+    assert not events
+    orders._worker.start()
+    assert orders.pass_all()
+    orders.stop()
+    assert [(event.job, event.ends.tolist()) for event in events if isinstance(event, e.RecordsRead)] == [
+        (5, [e.ReadEnd.FAILED] * 2),
+        (6, [e.ReadEnd.FAILED] * 2),
+    ]

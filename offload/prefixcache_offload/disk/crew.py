@@ -6,6 +6,9 @@ calls holds the tier's lock and says what time it is.
 """
 
 _PATIENCE_S = 0.075
+_FIRST_CALL_S = 1.0
+"""What the first call of all may take before others join."""
+
 _MEMORY_S = 4.0
 """After so much writing what was seen counts half."""
 
@@ -35,10 +38,15 @@ class Crew:
             self._busy_s /= 2
             self._written_bytes /= 2
 
-    def behind(self, waiting_bytes: int) -> int:
-        """How many times longer than it should what waits would take; 0 where it would not."""
-        return int(waiting_bytes * self._busy_s / self._written_bytes / _PATIENCE_S) if self._written_bytes else 0
+    def behind(self, waiting_bytes: int, now: float) -> int:
+        """How many times longer than it should what waits would take; 0 where it would not. A call that hangs makes it
+        grow."""
+        under_way_s = now - self._busy_since if self.at_work else 0.0
+        if not self._written_bytes:
+            return int(under_way_s / _FIRST_CALL_S)
+        busy_s = self._busy_s + under_way_s
+        return int(waiting_bytes * busy_s / self._written_bytes / _PATIENCE_S)
 
-    def lacks(self, waiting_bytes: int, *, urgent: bool) -> int:
+    def lacks(self, waiting_bytes: int, now: float, *, urgent: bool) -> int:
         """How many more are to begin while so much waits. urgent: something waits that must not."""
-        return max(1 + urgent + self.behind(waiting_bytes) - self.at_work, 0)
+        return max(1 + urgent + self.behind(waiting_bytes, now) - self.at_work, 0)

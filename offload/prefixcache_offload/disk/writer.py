@@ -111,9 +111,9 @@ class Writer:
         """Block until `step` may have something to do; False once the tier closes. Lets reads go first for a while."""
         shared = self._shared
         with shared.lock:
-            # What waits for its smaller form is looked at again when its time is up.
+            # What waits for its smaller form, or for a call that hangs, is looked at again when its time is up.
             while not (shared.closing or self._waiting()):
-                shared.writes_wait.wait(shared.options.pack_patience_s if self._queue else None)
+                shared.writes_wait.wait(shared.options.pack_patience_s if self._queue or self._again else None)
             if shared.reads_pending and not shared.closing:
                 shared.reads_done.wait_for(
                     lambda: not shared.reads_pending or shared.closing, timeout=shared.options.write_patience_s
@@ -127,7 +127,7 @@ class Writer:
 
     def _lacking(self) -> int:
         """Writers that are to begin; the lock is held."""
-        return self._crew.lacks(self._queued_bytes, urgent=self._tombstones > 0)
+        return self._crew.lacks(self._queued_bytes, self._shared.clock(), urgent=self._tombstones > 0)
 
     def _head_ready(self) -> bool:
         shared = self._shared
@@ -158,7 +158,9 @@ class Writer:
         items: list[Item] = []
         size = 0
         # A call keeps a core busy in the kernel, and nobody else gets it meanwhile: long ones only where much waits.
-        aim = self._shared.options.batch_bytes // (1 if self._crew.behind(self._queued_bytes) else 4)
+        aim = self._shared.options.batch_bytes // (
+            1 if self._crew.behind(self._queued_bytes, self._shared.clock()) else 4
+        )
         while queue and len(items) < _MOST_IN_BATCH:
             item = queue[0]
             full = size + item.size > aim or not segment.fits(item.pages, 1)

@@ -23,7 +23,7 @@ def test_one_writes_until_anything_is_known() -> None:
     made = Crew()
     assert made.lacks(1 << 40, 1.0, urgent=False) == 1
     made.begin(0.0)
-    assert made.lacks(1 << 40, 1.0, urgent=False) == 0
+    assert made.lacks(1 << 40, 0.5, urgent=False) == 0
 
 
 def test_one_is_enough_while_it_keeps_up_and_others_join_where_it_does_not() -> None:

@@ -43,6 +43,8 @@ KINDS = (
     Kind("llama", "float16", MAX_KL / 10, 4, 6),
     # Its own KV, computed with another of Transformers' attention kernels, moves it by as much (docs/transformers.md).
     Kind("smollm2", "bfloat16", 3 * MAX_KL, 1, 7),
+    # Where next to nothing is rounded: whatever blocks lost on their way (float16 costs 3e-5) would show.
+    Kind("smollm2", "float32", MAX_KL / 1e6, 4, 2),
 )
 
 

@@ -99,15 +99,23 @@ def test_what_clients_call_an_image_is_not_believed(engines: Engines) -> None:
     engines.first.call("settle")
     again = see(engines.first, MIDDLE, 5, multi_modal_uuids={"image": ["another"]})
     assert (again.cached, again.tokens) == (WHOLE[tuple(MIDDLE)], one.tokens), "one image under two names is one"
-    stored = engines.first.call("counts")
-    other = see(engines.first, MIDDLE, 6, multi_modal_uuids={"image": ["cat"]})
+    other = see(engines.first, MIDDLE, 6, multi_modal_uuids={"image": ["another"]})
     assert other.cached == 64, "another image under a name that was taken"
+
+
+def test_a_name_that_was_taken_is_nobodys(engines: Engines) -> None:
+    dog = {"multi_modal_uuids": {"image": ["dog"]}}
+    asked = [*prompt(10, 10), IMAGE_TOKEN]
+    if engines.first.call("image_scenarios:names", prompt=asked, images=[8], **dog) != ["dog"]:
+        pytest.skip("this vLLM, with its caches off, numbers images whatever clients call them")
+    before = engines.first.call("counts")
+    assert see(engines.first, MIDDLE, 9, **dog).cached == 64
     engines.first.call("settle")
     counts = engines.first.call("counts")
-    assert counts["skipped"]["media_name_reused"] == 1
+    assert counts["skipped"]["media_name_reused"] == before["skipped"].get("media_name_reused", 0) + 1
     # What the model saw of it depends on what vLLM's encoder cache had: from the image on nothing is stored.
-    assert see(engines.first, MIDDLE, 6).cached == 64
-    assert counts["loaded_tokens"] == stored["loaded_tokens"] + 64
+    assert see(engines.first, MIDDLE, 9).cached == 64
+    assert counts["loaded_tokens"] == before["loaded_tokens"] + 64
 
 
 def test_another_process_reads_them(

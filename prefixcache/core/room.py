@@ -42,8 +42,8 @@ class RoomMaker:
             wanted = min(count * each, host.class_capacity(stride))
             if bids is not None:
                 del bids.worths[wanted // each :]
-            if (missing := wanted - host.free_slots(stride)) > 0:
-                self.transfers.consider(stride, missing, out)
+            if host.free_slots(stride) < wanted:
+                self.transfers.consider(stride, wanted, out)
                 if not self.evictor.free_up(stride, wanted, bids):
                     self.transfers.take_over(stride, wanted, out)
             count = count if bids is None else len(bids.worths)

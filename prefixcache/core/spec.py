@@ -151,7 +151,6 @@ class PlannerConfig:
     pools: tuple[PoolSpec, ...]
     first_generation: int = 1
     ready_bytes: int | None = None
-    compare_classes_every: float = 1.0  # slabs' worth that a slot class evicts of its own between two looks at others
     policy: str = DEFAULT_POLICY
     policy_seed: int = 0
     priority_fades_s: float = 3_600.0  # a block that was not used for so long has no priority any more

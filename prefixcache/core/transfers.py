@@ -1,14 +1,13 @@
 """Slabs changing class.
 
 Rules: a slab changes class only when it is empty. It is emptied by leaf evictions, at once, where a class has nothing
-of its own to evict, and slab by slab where those left some block in each; or by moving what is left in it to other
-slabs, in the background, one slab at a time, where another class holds older blocks. Must not know: keys, reservations,
-why room is needed.
+of its own to evict, and slab by slab where those left some block in each; where another class holds older blocks, by
+evicting those, and by moving what is left in one to other slabs, in the background, one slab at a time. Must not know:
+keys, reservations, why room is needed.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -19,6 +18,7 @@ from prefixcache.core.commands import Command, CopySlots, SetGenerations
 from prefixcache.core.eviction import Evictor
 from prefixcache.core.ids import SLOT_GRANULE, Rows
 from prefixcache.core.namespaces import Namespace
+from prefixcache.core.policy.base import EvictionPolicy
 from prefixcache.core.slabs import Move, SlabMover
 from prefixcache.core.slots import Slab
 from prefixcache.core.state import State
@@ -33,7 +33,6 @@ class Transfers:
         self.state = state
         self.evictor = evictor
         self.mover = mover
-        self._missed: Counter[int] = Counter()  # bytes, by stride, since the last look at other classes
         self._next_copy = 1
 
     def take_over(self, stride: int, wanted: int, out: list[Command]) -> None:
@@ -58,24 +57,31 @@ class Transfers:
         if host.free_slots(stride) < wanted:
             self.begin_move(stride, out)
 
-    def consider(self, stride: int, missing: int, out: list[Command]) -> None:
-        """A class is about to evict for `missing` slots. Once a slab's worth: if another class holds older blocks than
-        the oldest of this one, moves a slab of it empty. So a class whose blocks are wanted grows as fast as it stores,
+    def consider(self, stride: int, wanted: int, out: list[Command]) -> None:
+        """A class is about to evict for `wanted` slots. While another class holds older blocks than the oldest of this
+        one, those leave instead, twice as many bytes as are missing at most; where that empties no slab, the one
+        with the least in it is moved empty for later. So a class whose blocks are wanted grows as fast as it stores,
         whatever the size of its blocks, and a pool full of a model that nobody runs any more is not kept for it."""
-        host, config = self.state.host, self.state.config
-        if host.unused_slabs() or len(self.state.policies) < 2:
+        host = self.state.host
+        if len(self.state.policies) < 2:  # itself
             return
-        self._missed[stride] += missing * stride
-        if self._missed[stride] < config.compare_classes_every * host.spec.slab_bytes:
-            return
-        self._missed[stride] = 0
+        budget_bytes = EVICTIONS_PER_SLAB * (wanted - host.free_slots(stride)) * stride
+        while host.free_slots(stride) < wanted and (policy := self._older(stride)) is not None:
+            node = policy.victim()
+            if budget_bytes <= 0 or node is None or node.space is None:
+                self.begin_move(stride, out)
+                return
+            block_bytes = sum(node.space.strides)
+            budget_bytes -= self.evictor.evict_from(policy, -(-budget_bytes // block_bytes)) * block_bytes
+
+    def _older(self, stride: int) -> EvictionPolicy | None:
+        """The policy of another class whose oldest leaf is older than the oldest of this one. None as well where this
+        one has none: it takes over then, at once, which a slab that is being moved would keep it from."""
         mine = self.evictor.oldest_policy(stride, using=True)
         other = self.evictor.oldest_policy(stride, using=False)
         victim = other.victim() if other is not None else None
         own_victim = mine.victim() if mine is not None else None
-        # A class without a victim of its own takes over: at once, which a slab that is being moved would keep it from.
-        if victim is not None and own_victim is not None and victim.tick < own_victim.tick:
-            self.begin_move(stride, out)
+        return other if victim is not None and own_victim is not None and victim.tick < own_victim.tick else None
 
     def begin_move(self, stride: int, out: list[Command]) -> None:
         """Starts emptying the slab of another class that has the least in it, unless one is being emptied."""

@@ -5,7 +5,7 @@ model threw away what it had just stored, for hours."""
 from __future__ import annotations
 
 from prefixcache.core.commands import Command, CopySlots
-from prefixcache.core.events import CopyDone
+from prefixcache.core.events import CopyDone, Event
 from prefixcache.core.spec import NamespaceSpec, PartSpec
 from tests.unit.core.harness import FULL, GRANULE, TOKENS, Harness
 
@@ -17,41 +17,51 @@ def prompt(number: int) -> str:
     return chr(0x4E00 + number) + "abcdefgh"[: PROMPT - 1]
 
 
-def copy_all(h: Harness, done: int) -> int:
-    """Ends the copies of `h.all` from the `done`th command on, and those begun by that; how many commands there are."""
-    while done < len(h.all):
-        command: Command = h.all[done]
-        done += 1
-        if isinstance(command, CopySlots):
-            h.send(CopyDone(command.copy, ok=True))
-    return done
+class Copying(Harness):
+    """Ends copies as soon as they were begun."""
+
+    def send(self, event: Event) -> list[Command]:
+        commands = super().send(event)
+        for command in commands:
+            if isinstance(command, CopySlots):
+                self.send(CopyDone(command.copy, ok=True))
+        self.all = commands
+        return commands
 
 
 def test_a_new_model_gets_what_the_old_one_does_not_use() -> None:
-    h = Harness(slots=SLOTS, slab_slots=SLAB)
+    h = Copying(slots=SLOTS, slab_slots=SLAB)
     h.open(2, NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, 1, 3 * GRANULE),)))
     fits = SLOTS // SLAB * (SLAB // 3)
     for number in range(SLOTS // PROMPT):
         h.store(prompt(number))
-    done = 0
     for number in range(2 * fits // PROMPT):
         h.store(prompt(number), namespace=2)
-        done = copy_all(h, done)
     held = h.planner.state.namespaces[2].table.used
     assert held >= 0.75 * fits, f"{held} of {fits} blocks, and {h.planner.state.namespaces[1].table.used} old ones"
 
 
 def test_a_model_in_use_keeps_its_own() -> None:
     """What is asked for all the time is younger than what the other model evicts."""
-    h = Harness(slots=SLOTS, slab_slots=SLAB)
+    h = Copying(slots=SLOTS, slab_slots=SLAB)
     h.open(2, NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, 1, 3 * GRANULE),)))
     mine = range(SLOTS // PROMPT // 2)
     for number in mine:
         h.store(prompt(number))
-    done = 0
     for number in range(SLOTS // PROMPT):
         h.store(prompt(number), namespace=2)
-        done = copy_all(h, done)
         for each in mine:
             h.release(h.acquire(prompt(each)))
     assert sum(h.hit(prompt(number)) for number in mine) == len(mine) * PROMPT
+
+
+def test_a_prompt_of_several_slabs_does_not_throw_away_the_one_before() -> None:
+    h = Copying(slots=SLOTS, slab_slots=SLAB)
+    h.open(2, NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, 1, 3 * GRANULE),)))
+    for number in range(SLOTS // PROMPT):
+        h.store(prompt(number))
+    long = "abcdefghijklmnopqrst"  # four slabs
+    for count in range(1, 6):
+        h.store(chr(0x5E00 + count) + long[1:], namespace=2)
+        held = h.planner.state.namespaces[2].table.used
+        assert held >= (count - 1) * len(long), f"{held} blocks after {count} prompts of {len(long)}"

@@ -826,7 +826,6 @@ class Simulator:
         ready = None if hasattr(self, "config") else self.rng.choice((None, None, size // GRANULE // 2 * GRANULE))
         limits = Limits(recent_ends=4, max_bare_blocks=24, max_parked=2)
         pool = PoolSpec(size, 4 * GRANULE)
-        every = 1 if "moves" in self.flavour else 8
         spec = None
         if self.disk is not None:
             share, jobs = self.rng.choice((0.1, 0.3, 0.6)), self.rng.choice((1, 4)) * GRANULE
@@ -838,7 +837,7 @@ class Simulator:
         policy = self.config.policy if hasattr(self, "config") else self.rng.choice(POLICIES) if self.is_gpu else "lru"
         gpu = GpuSpec(self.rng.choice((6, 16)) * GRANULE, self.rng.choice((2, 16)) * GRANULE)
         return PlannerConfig(
-            (pool, *gpus), generation, ready, every, publish=True, checksum=self.checksum, disk=spec, gpu=gpu,
+            (pool, *gpus), generation, ready, publish=True, checksum=self.checksum, disk=spec, gpu=gpu,
             policy=policy, limits=limits, pin_bytes=int(size * self.pin_share), priority_fades_s=2.0,
         )  # fmt: skip
 

@@ -318,7 +318,7 @@ def test_other_classes_give_way_when_they_are_older() -> None:
 
 
 def test_sources_are_not_given_away_when_their_slab_moves() -> None:
-    h = with_gpu(slots=8, compare_classes_every=0)
+    h = with_gpu(slots=8)
     wide = NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, 1, 3 * GRANULE),))
     h.open(2, wide)
     for letter in "abcdefgh":

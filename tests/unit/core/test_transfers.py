@@ -13,8 +13,8 @@ from tests.unit.core.harness import FULL, GRANULE, TOKENS, Harness, chain
 WIDE = NamespaceSpec(TOKENS, (FULL,), (PartSpec(0, 1, 3 * GRANULE),))
 
 
-def two_classes(slots: int = 16, slab_slots: int = 4, every: float = 0, **config: Any) -> Harness:
-    h = Harness(slots=slots, slab_slots=slab_slots, compare_classes_every=every, **config)
+def two_classes(slots: int = 16, slab_slots: int = 4, **config: Any) -> Harness:
+    h = Harness(slots=slots, slab_slots=slab_slots, **config)
     h.open(2, WIDE)
     return h
 

@@ -141,7 +141,10 @@ def _packing_of(dtype: torch.dtype, shape: PageShape, cache_dtype: str) -> Packi
     page = torch.zeros(
         (1, shape.heads, shape.tokens, 2 * shape.k_dim), dtype=torch.uint8 if quantised else dtype
     )  # fmt: skip
-    _write_page(page, key, value, cache_dtype)
+    try:
+        _write_page(page, key, value, cache_dtype)
+    except RuntimeError as error:  # as it says where the processor is too small
+        raise UnknownFormError("cpu_packing", f"vLLM keeps no {cache_dtype} here: {error}") from error
     for packing in CPU_PACKINGS:
         try:
             k, v = (_by_token(view).view(stored) for view in _regions(page, shape, packing))

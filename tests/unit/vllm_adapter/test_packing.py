@@ -130,3 +130,13 @@ def test_mla_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_that_are_not_made_of_tiles(tokens: int, dim: int) -> None:
     with pytest.raises(UnknownFormError):
         layer_views(torch.zeros(4, 2, tokens, 2 * dim), PageShape(2, tokens, dim, dim), "amx")
+
+
+def test_what_vllm_itself_cannot_keep_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise NotImplementedError("FP8 wants a larger processor")
+
+    monkeypatch.setattr(packing, "_write_page", refuse)
+    with pytest.raises(packing.UnknownFormError, match="larger processor") as error:
+        packing.cpu_packing(torch.bfloat16, [SHAPE], "fp8_e4m3", 64)
+    assert error.value.reason == "cpu_packing"

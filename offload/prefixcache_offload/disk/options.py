@@ -28,7 +28,7 @@ class DiskOptions:
 
     cap_bytes: hard cap of the whole directory, everything counted. segment_bytes: of a new segment; older ones keep
     theirs. queue_bytes: payload waiting to be written before further writes are dropped. batch_bytes: aim of one write
-    call while much waits, else half as much. read_bytes: most payload of one read call; the first of a job takes a
+    call while much waits, else a quarter of it. read_bytes: most payload of one read call; the first of a job takes a
     quarter. write_patience_s: longest a waiting write lets reads go first. stall_s: a call that takes longer marks the
     tier stalled. retry_s: first pause before a tier that is off tries again, doubled up to retry_max_s.
     writers/readers: threads, the writers at most (see `crew`); 0 of both: the owner calls `pump` itself. codec: see

@@ -129,7 +129,8 @@ class DiskTier:
 
         entries: ENTRY[n] with namespace, key, parent, depth, part, group, value_bytes and length; place, sequence
         and form are filled in on a copy. expected: u8[n, 16], the xxh3-128 that the payloads must have, zeros where it
-        is not known; another one ends as MISMATCH. Raises ValueError for a range outside the memory.
+        is not known; where it is another one the read ends as MISMATCH, and already the write if it makes the record
+        smaller. Raises ValueError for a range outside the memory.
         """
         own, places = entries.copy(), _inside(memory, at, entries)
         own["kind"], own["codec"], own["pages"] = Kind.BLOCK, Codec.RAW, 0

@@ -55,7 +55,11 @@ class Exposure:
         # Nobody is in the first cell, which is there so that every time has one.
         middles = (self._starts[1 : self._used] + self._ends[1 : self._used]) / 2
         result = np.zeros((self._classes, AGE_BINS))
-        np.add.at(result.T, age_bins(now - middles), self._counts[1 : self._used])
+        if len(middles):
+            # Later cells are younger, so those of one bin lie next to each other.
+            bins = age_bins(now - middles)
+            first = np.flatnonzero(np.diff(bins, prepend=AGE_BINS))
+            result.T[bins[first]] = np.add.reduceat(self._counts[1 : self._used], first, axis=0)
         return result
 
     def merge(self, now: float) -> None:

@@ -7,7 +7,6 @@ first bytes of its key, as a rare mistake costs a worse guess and nothing else. 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -91,14 +90,13 @@ class Population:
         self.peak = max(self.peak, self.live)
 
 
-def ghost_keys(keys: bytes) -> Iterator[bytes]:
+def ghost_keys(keys: bytes) -> list[bytes]:
     """The name of each key as a ghost."""
-    for at in range(0, len(keys), KEY_BYTES):
-        yield keys[at : at + GHOST_KEY_BYTES]
+    return [keys[at : at + GHOST_KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
 
 def tail_keys(node: Node, count: int) -> list[bytes]:
     """Names of the last `count` blocks of a node as ghosts, the tail first, which is the order they go in."""
-    names = list(ghost_keys(node.edge[-count * KEY_BYTES :]))
+    names = ghost_keys(node.edge[-count * KEY_BYTES :])
     names.reverse()
     return names

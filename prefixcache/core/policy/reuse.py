@@ -40,6 +40,7 @@ class ReuseRecord:
     def __init__(self, families: Classes) -> None:
         classes = len(families)
         self._families = families
+        self._members: Floats = (families == np.arange(int(families.max()) + 1)[:, None]).astype(np.float64)
         self._events: Floats = np.zeros((classes, AGE_BINS))
         self._censored: Floats = np.zeros((classes, AGE_BINS))
         self._exposure = Exposure(classes)
@@ -74,9 +75,7 @@ class ReuseRecord:
 
     def _by_family(self, values: Floats) -> Floats:
         """f64[families, bins]: sums over the classes of each."""
-        sums = np.zeros((int(self._families.max()) + 1, AGE_BINS))
-        np.add.at(sums, self._families, values)
-        return sums
+        return self._members @ values
 
     def worth_at(self, classes: Classes, ages_s: Floats) -> Floats:
         """What blocks of these classes and ages are worth."""

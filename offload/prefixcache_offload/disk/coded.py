@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from prefixcache_offload.disk.records import Codec, Entries
 
+_RAW = int(Codec.RAW)
 _COLUMNS = np.dtype([("page", "<u4"), ("pages", "<u2"), ("codec", "u1")])
 
 
@@ -23,8 +24,9 @@ class CodedPlaces:
 
     def add(self, entries: Entries) -> None:
         """Note those that are not raw. entries: ENTRY[n]."""
-        coded = entries[entries["codec"] != Codec.RAW]
-        if len(coded):
+        raw = entries["codec"] == _RAW
+        if not raw.all():
+            coded = entries[~raw]
             piece = np.zeros(len(coded), _COLUMNS)
             for name in ("page", "pages", "codec"):
                 piece[name] = coded[name]

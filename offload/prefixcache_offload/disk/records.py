@@ -105,8 +105,10 @@ def pages_of(size_bytes: int) -> int:
 
 def stored_bytes(entries: Entries) -> npt.NDArray[np.int64]:
     """Bytes of each payload as it lies on disk: i64[n]."""
+    stored: npt.NDArray[np.int64] = entries["length"].astype(np.int64)
     coded = (entries["codec"] != _RAW) & (entries["pages"] > 0)
-    stored: npt.NDArray[np.int64] = np.where(coded, entries["pages"].astype(np.int64) * PAGE, entries["length"])
+    if coded.any():
+        stored[coded] = entries["pages"][coded].astype(np.int64) * PAGE
     return stored
 
 

@@ -94,7 +94,7 @@ class Segment:
         self.first_sequence = min(self.first_sequence or first, first)
         self.records += len(entries)
         blocks = entries["kind"] == _BLOCK
-        self.live_records += int(blocks.sum())
+        self.live_records += int(np.count_nonzero(blocks))
         self.live_bytes += int(stored_bytes(entries)[blocks].sum())
         self.coded.add(entries)
 

@@ -41,6 +41,8 @@ class _Batch(NamedTuple):
     items: list[Item]
     entries: Entries
     corrupt: Mask
+    headers: memoryview
+    """Pages, at least as many as there are records."""
 
 
 class Writer:
@@ -59,6 +61,9 @@ class Writer:
         self._active: list[int] = []
         """First sequence numbers of the batches in the kernel."""
         self._crew = Crew()
+        self._headers: list[memoryview] = []
+        """Memory for the headers of a batch, of those that are not under way: only those pages are in use that ever
+        were needed at once, and their unused parts stay zeros."""
 
     @property
     def queued_bytes(self) -> int:
@@ -177,7 +182,8 @@ class Writer:
         self._active.append(int(items[0].job.entries["sequence"][items[0].which]))
         self._crew.begin(self._shared.clock())
         segment.writes += 1
-        return _Batch(segment, items, _entries_of(items), np.zeros(len(items), np.bool_))
+        headers = self._headers.pop() if self._headers else scratch(_MOST_IN_BATCH * PAGE)
+        return _Batch(segment, items, _entries_of(items), np.zeros(len(items), np.bool_), headers)
 
     def _unqueued(self, item: Item) -> None:
         """It waits no more; the lock is held."""
@@ -205,6 +211,7 @@ class Writer:
             written = size if error is None else 0
             shared.counters.device_bytes += written
             self._crew.end(shared.clock(), written)
+            self._headers.append(batch.headers)
             self._written(batch, ok=error is None)
         if error is not None:
             self.fail(error)
@@ -218,8 +225,9 @@ class Writer:
 
     def _buffers(self, batch: _Batch) -> list[memoryview]:
         """Header, payload, header, payload."""
-        headers = scratch(PAGE * len(batch.items))
-        write_headers(np.frombuffer(headers, np.uint8), batch.entries, self._shared.directory.nonce)
+        headers = batch.headers
+        size = PAGE * len(batch.items)
+        write_headers(np.frombuffer(headers[:size], np.uint8), batch.entries, self._shared.directory.nonce)
         buffers: list[memoryview] = []
         for i, item in enumerate(batch.items):
             buffers.append(headers[i * PAGE : (i + 1) * PAGE])
@@ -235,7 +243,7 @@ class Writer:
         if not ok:
             self.tail.leave(batch.segment)
         elif batch.segment.stage is not Stage.FREED:
-            batch.segment.add(batch.entries[~batch.corrupt])
+            batch.segment.add(batch.entries[~batch.corrupt] if batch.corrupt.any() else batch.entries)
             batch.segment.dirty = True
         if ok:
             for item in batch.items:

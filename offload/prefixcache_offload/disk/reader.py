@@ -35,6 +35,9 @@ from prefixcache_offload.disk.shared import Done, Ended, Indexes, Outcomes, Shar
 
 _LARGEST_GAP = 64 << 10
 _MOST_IN_GROUP = 256
+_RAW = int(Codec.RAW)
+_OK, _MISMATCH, _TRUNCATED = int(Outcome.OK), int(Outcome.MISMATCH), int(Outcome.TRUNCATED)
+"""As numbers: numpy asks a member of an enum for a dozen names before it compares."""
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +69,7 @@ class _Plan(NamedTuple):
     offset: int
     buffers: list[memoryview]
     headers: memoryview
+    """Pages, at least as many as there are records."""
     ends: list[int]
     """Bytes of the call after which record i is complete."""
     copies: dict[int, memoryview]
@@ -80,6 +84,8 @@ class Reader:
         self.queued_bytes = 0
         """Payload that waits."""
         self._junk = scratch(_LARGEST_GAP)
+        self._headers: list[memoryview] = []
+        """Memory for the headers of a group, of those that are not under way."""
 
     def submit(self, job: ReadJob) -> None:
         """Queue a job's groups, or end it at once if reading is off."""
@@ -128,7 +134,8 @@ class Reader:
             wanted = group.job.entries[group.which]
             self.queued_bytes -= int(wanted["length"].sum(dtype=np.int64))
             segment = shared.table.hold(int(wanted["segment"][0]))
-        plan = self._plan(group, wanted)
+            headers = self._headers.pop() if self._headers else scratch(_MOST_IN_GROUP * PAGE)
+        plan = self._plan(group, wanted, headers)
         got, error = 0, None
         with shared.calling((group.job.job,)) as call:
             try:
@@ -148,22 +155,22 @@ class Reader:
             outcomes, found = self._judge(group, wanted, plan, got)
         self._note_health(error, outcomes)
         with shared.lock:
+            self._headers.append(headers)
             shared.reads_pending -= 1
-            shared.counters.read_bytes += int(stored_bytes(wanted)[outcomes == Outcome.OK].sum())
+            shared.counters.read_bytes += int(stored_bytes(wanted)[outcomes == _OK].sum())
             self._fewer_pending()
         self._end(group, outcomes, found)
         return True
 
     # --- one group -------------------------------------------------------------------------------------------------
 
-    def _plan(self, group: _Group, wanted: Entries) -> _Plan:
-        headers = scratch(PAGE * len(wanted))
+    def _plan(self, group: _Group, wanted: Entries, headers: memoryview) -> _Plan:
         buffers: list[memoryview] = []
         copies: dict[int, memoryview] = {}
         ends: list[int] = []
         memory = group.job.memory
         begin = next_page = int(wanted["page"][0])
-        decoded = (wanted["codec"] != Codec.RAW) & (not group.job.as_stored)
+        decoded = (wanted["codec"] != _RAW) & (not group.job.as_stored)
         for i, (page, pages) in enumerate(zip(wanted["page"].tolist(), record_pages(wanted).tolist(), strict=True)):
             if page > next_page:
                 buffers.append(self._junk[: (page - next_page) * PAGE])
@@ -181,14 +188,14 @@ class Reader:
 
     def _judge(self, group: _Group, wanted: Entries, plan: _Plan, got: int) -> tuple[Outcomes, Entries]:
         """Outcome of each record after a call that read `got` bytes, and the entries that were found."""
-        pages = np.frombuffer(plan.headers, np.uint8)
+        pages = np.frombuffer(plan.headers[: len(wanted) * PAGE], np.uint8)
         found: Entries = headers_over(pages)["entry"].copy()
         whole = np.array(plan.ends) <= got
         right = whole & good_headers(pages, self._shared.directory.nonce) & same_records(found, wanted)
         readable = known(found) | group.job.as_stored
         for i in np.flatnonzero(right & readable).tolist():
             right[i] = self._take(group, i, found[i : i + 1], plan.copies.get(i))
-        outcomes = np.where(right, Outcome.OK, np.where(whole, Outcome.MISMATCH, Outcome.TRUNCATED)).astype(np.uint8)
+        outcomes = np.where(right, _OK, np.where(whole, _MISMATCH, _TRUNCATED)).astype(np.uint8)
         outcomes[right & ~readable] = Outcome.UNKNOWN_CODEC
         return outcomes, found
 
@@ -199,7 +206,7 @@ class Reader:
         payload = job.memory[start : start + size] if copy is None else np.frombuffer(copy, np.uint8)[:size]
         if payload.size != size or digest(payload) != found["digest"][0].tobytes():
             return False
-        if found["codec"][0] != Codec.RAW and not job.as_stored:
+        if found["codec"][0] != _RAW and not job.as_stored:
             return copy is not None and self._decode(payload, job.memory[start : start + length])
         if copy is not None:
             np.copyto(job.memory[start : start + size], payload)
@@ -218,7 +225,7 @@ class Reader:
             health = self._shared.health
             if error is not None:
                 health.read_failed(trouble_of(error), self._shared.options.read_errors_until_off)
-            elif (outcomes == Outcome.OK).any():
+            elif (outcomes == _OK).any():
                 health.read_worked()
             off = health.reads_off is not None
         if off:

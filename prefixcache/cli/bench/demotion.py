@@ -1,7 +1,7 @@
 """What `bench disk` tells of a whole daemon: requests beside writes (`beside`), and the way back from disk.
 
-Prompts that are on disk only are acquired: until the first block is in the worker's tensor, beside one plain read of as
-many bytes from the same file system. It must not know how the tier alone is measured (`disk` does).
+Prompts that are on disk only are acquired: until the first block can be read where it lies, and until it is in the
+worker's tensor, beside one plain read of as many bytes from the same file system. It must not know how the tier alone is measured (`disk` does).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import mmap
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -34,9 +34,10 @@ def run(plan: Plan, progress: Progress, folder: Path) -> dict[str, float]:
     with running(HOST_PROMPTS * BLOCKS * plan.block_bytes, environ) as daemon:
         told = beside.measure(daemon, plan, folder)
         progress("disk: the way back")
-        with Client(daemon.address, OPTIONS) as client:
+        # Written first, so that what is on disk is as old for a plain read as for the daemon's.
+        with _file(folder / "plain", plan.block_bytes) as read, Client(daemon.address, OPTIONS) as client:
             _store_all(client, daemon, plan)
-            told |= _way_back(client, plan, folder)
+            told |= _way_back(client, plan, read)
         stats = counters(daemon)
     told["write_amplification"] = stats.get("disk_write_amplification_permille", 0) / 1000
     return told
@@ -56,24 +57,31 @@ def _store_all(client: Client, daemon: BenchDaemon, plan: Plan) -> None:
             settle(daemon)
 
 
-def _way_back(client: Client, plan: Plan, folder: Path) -> dict[str, float]:
-    """Milliseconds until the first block of a prompt on disk was copied, and of a plain read of one block."""
+def _way_back(client: Client, plan: Plan, read: Callable[[], float]) -> dict[str, float]:
+    """Milliseconds until the first block of a prompt on disk could be read in shared memory and until it was copied, and
+    of a plain read of one block."""
     ns = namespace(client)
     target = np.zeros((1, plan.block_bytes), np.uint8)
-    ours, plain = [], []
-    with _file(folder / "plain", plan.block_bytes) as read:
-        for prompt in _prompts(plan):
-            on_disk = client.lookup(ns, tokens_of(ns, prompt))
-            if on_disk.tokens < BLOCKS * ns.block_tokens:
+    bytes_s, block_s, plain_s = [], [], []
+    for prompt in _prompts(plan):
+        on_disk = client.lookup(ns, tokens_of(ns, prompt))
+        if on_disk.tokens < BLOCKS * ns.block_tokens:
+            continue
+        plain_s.append(read())
+        began = time.perf_counter()
+        with client.acquire(ns, tokens_of(ns, prompt), max_tokens=ns.block_tokens) as lease:
+            if not lease.blocks:
                 continue
-            plain.append(read())
-            began = time.perf_counter()
-            with client.acquire(ns, tokens_of(ns, prompt), max_tokens=ns.block_tokens) as lease:
-                if lease.blocks and lease.copy_to(Blocks(target)):
-                    ours.append(time.perf_counter() - began)
-    if not ours:
+            with lease.view(0) as there:
+                assert there.size == plan.block_bytes
+                readable = time.perf_counter()
+            if lease.copy_to(Blocks(target)):
+                bytes_s.append(readable - began)
+                block_s.append(time.perf_counter() - began)
+    if not block_s:
         raise CliError("no prompt came back from disk", reason="not_cached")
-    return {"first_block_ms": statistics.median(ours) * 1e3, "plain_read_ms": statistics.median(plain) * 1e3}
+    medians = {"first_bytes_ms": bytes_s, "first_block_ms": block_s, "plain_read_ms": plain_s}
+    return {name: statistics.median(values) * 1e3 for name, values in medians.items()}
 
 
 @contextmanager

@@ -52,6 +52,7 @@ RESULTS: dict[str, Any] = {
         "demotion_gb_per_s": 1.1,
         "echo_p99_idle_us": 100.0,
         "echo_p99_writing_us": 150.0,
+        "first_bytes_ms": 2.2,
         "first_block_ms": 2.5,
         "plain_read_ms": 1.0,
         "write_amplification": 1.002,

@@ -23,7 +23,7 @@ def test_both_sides_are_measured_and_nothing_is_left(
         monkeypatch.setattr(shutil, "which", lambda name: None)
     told = disk.run(QUICK, lambda text: None, tmp_path)["disk"]
     assert told.pop("limit") == limit
-    daemons = {"demotion_gb_per_s", "demoted_gb_per_s", "first_block_ms", "plain_read_ms"}
+    daemons = {"demotion_gb_per_s", "demoted_gb_per_s", "first_bytes_ms", "first_block_ms", "plain_read_ms"}
     daemons |= {f"acquire_p99_{beside}_us" for beside in ("idle", "demotion", "storing", "demoting")}
     daemons |= {f"echo_p99_{beside}_us" for beside in ("idle", "writing")}
     rates = {"read_gb_per_s", "write_gb_per_s", "limit_read_gb_per_s", "limit_write_gb_per_s"}

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixcache_offload import transfer
-from prefixcache_offload.codecs import arrays
+from prefixcache_offload.codecs import arrays, tensors
 from prefixcache_offload.codecs.apart import Place, raw_stride, told_apart
 from prefixcache_offload.codecs.formats import Format
 from prefixcache_offload.engine import Job
@@ -26,10 +26,8 @@ from prefixcache_offload.units import SLOT_GRANULE
 if TYPE_CHECKING:
     import torch
 
-    from prefixcache_offload.codecs.tensors import Plane
-
 Slots = npt.NDArray[np.uint32]
-AT_ONCE_BYTES: Final = 16 << 20
+AT_ONCE_BYTES: Final = 32 << 20
 """Raw bytes of the blocks that callers give at a time, because of the raw copy."""
 
 _local = threading.local()
@@ -61,16 +59,17 @@ def raw_slots(shape: PartShape, count: int) -> Slots:
 
 def load(pool: Memory, coded: Sequence[CodedJob]) -> int:
     """Decode from coded slots into the engine's tensors; answer the raw bytes moved. Raises as `transfer.load`."""
+    if not all(job.memory.writable for each in coded for job in each.jobs):
+        raise ValueError("read-only memory cannot be the target of a copy")
+    work: list[tensors.CodedPlanes] = []
     for each in coded:
-        if not all(job.memory.writable for job in each.jobs):
-            raise ValueError("read-only memory cannot be the target of a copy")
         planes = _planes(pool, each)
         if planes is None:
             _load_by_copy(pool, each)
         else:
-            from prefixcache_offload.codecs import tensors
-
-            tensors.decode(each.form, each.shape, planes)
+            work.append(tensors.CodedPlanes(each.form, each.shape, planes))
+    if work:
+        tensors.decode(work)  # all at once: threads wait for each other only at the end
     return sum(each.total_bytes for each in coded)
 
 
@@ -86,7 +85,7 @@ def store(pool: Memory, coded: Sequence[CodedJob]) -> int:
 # --- K and V among the moves ----------------------------------------------------------------------------------------
 
 
-def _planes(pool: Memory, coded: CodedJob) -> "list[Plane] | None":
+def _planes(pool: Memory, coded: CodedJob) -> list[tensors.Plane] | None:
     """Every move as planes to decode to, or None if one of them cannot be told apart, is on a device, or torch is not
     there."""
     on_host = pool.on_host and all(job.memory.on_host for job in coded.jobs)
@@ -94,10 +93,8 @@ def _planes(pool: Memory, coded: CodedJob) -> "list[Plane] | None":
         return None
     import torch
 
-    from prefixcache_offload.codecs.tensors import Plane
-
     numbers = getattr(torch, coded.dtype)
-    planes: list[Plane] = []
+    planes: list[tensors.Plane] = []
     for job in coded.jobs:
         for some in job.moves:
             found = told_apart(coded.shape, job.itemsize, some)
@@ -106,7 +103,7 @@ def _planes(pool: Memory, coded: CodedJob) -> "list[Plane] | None":
             for place in found:
                 target = job.memory.tensor(place.engine, coded.shape.itemsize, as_source=False).view(numbers)
                 planes += [
-                    Plane(place.component, layers[:, heads, layer_range], target[first:last], place.first_token)
+                    tensors.Plane(place.component, layers[:, heads, layer_range], target[first:last], place.first_token)
                     for first, last, layers in _coded_runs(pool, coded, place)
                     for heads, layer_range in (_spans(place, target),)
                 ]
@@ -150,8 +147,6 @@ def _load_by_copy(pool: Memory, coded: CodedJob) -> None:
         return
     import torch
 
-    from prefixcache_offload.codecs import tensors
-
     shape, device = coded.shape, _device(coded)
     layers = _gathered_to(pool, coded, device)
     layers = layers.view(len(coded.slots), shape.kv_heads, shape.layers, -1)
@@ -166,7 +161,7 @@ def _load_by_copy(pool: Memory, coded: CodedJob) -> None:
             target = numbers[..., at : at + size].unflatten(-1, (shape.tokens, shape.dim(component)))
             planes.append(tensors.Plane(component, layers, target, 0))
         at += size
-    tensors.decode(coded.form, shape, planes)
+    tensors.decode([tensors.CodedPlanes(coded.form, shape, planes)])
     transfer.load(Memory.of_tensor(raw_copy)[0], coded.jobs)
 
 
@@ -180,8 +175,6 @@ def _store_by_copy(pool: Memory, coded: CodedJob) -> None:
         arrays.encode(coded.form, shape, coded.dtype, blocks, made)
         _scatter(pool, coded, made)
         return
-
-    from prefixcache_offload.codecs import tensors
 
     device = _device(coded)
     raw_copy = _raw_tensor(coded, device)

@@ -22,10 +22,11 @@ from prefixcache_offload.strides import Component, PartShape
 if TYPE_CHECKING:
     import torch
 
-_PIECE: Final = 1 << 19
-"""Numbers decoded at a time: larger costs cache, smaller costs calls."""
-_SHARE: Final = 1 << 21
-"""Numbers that one thread takes at a time."""
+_PIECE: Final = 1 << 20
+"""Numbers decoded at a time: larger costs cache, smaller costs calls, for which threads wait for each other."""
+_SHARE: Final = 1 << 23
+"""Most numbers that one thread takes at a time; fewer where there would be too few shares for all threads."""
+_SHARES_EACH: Final = 2
 _MOST_THREADS: Final = 4
 _ROW: Final = 512
 """Numbers of an inner loop, at least, where all tokens of a channel share a scale."""
@@ -43,6 +44,14 @@ class Plane(NamedTuple):
     layers: "torch.Tensor"
     target: "torch.Tensor"
     first_token: int
+
+
+class CodedPlanes(NamedTuple):
+    """Planes of one form. shape: of the raw part."""
+
+    form: Format
+    shape: PartShape
+    planes: Sequence[Plane]
 
 
 def encode(form: Format, shape: PartShape, dtype: str, raw: "torch.Tensor") -> "torch.Tensor":
@@ -135,19 +144,26 @@ def _quantise(wide: "torch.Tensor", rule: Rule, limit: float) -> "tuple[torch.Te
     return scale.squeeze(axis).to(torch.bfloat16), low.squeeze(axis).to(torch.bfloat16)
 
 
-def decode(form: Format, shape: PartShape, planes: "Sequence[Plane]") -> None:
-    """Decode every plane to its target. Any bytes decode to some numbers."""
-    host = all(plane.target.device.type == "cpu" for plane in planes)
-    shares = [share for plane in planes for share in _shares(plane)]
-    _run([functools.partial(_decode_share, form, shape, share) for share in shares], host=host)
+def decode(work: "Sequence[CodedPlanes]") -> None:
+    """Decode every plane of it to its target. Any bytes decode to some numbers."""
+    host = all(plane.target.device.type == "cpu" for each in work for plane in each.planes)
+    numbers = sum(plane.target.numel() for each in work for plane in each.planes)
+    most = min(max(numbers // (_SHARES_EACH * _threads()), _PIECE), _SHARE)
+    shares = [
+        functools.partial(_decode_share, each.form, each.shape, share)
+        for each in work
+        for plane in each.planes
+        for share in _shares(plane, most)
+    ]
+    _run(shares, host=host)
 
 
-def _shares(plane: Plane) -> "list[Plane]":
+def _shares(plane: Plane, most: int) -> "list[Plane]":
     """A plane as work for one thread each: some blocks, whose scales are many small tensors and looked at together."""
     blocks = len(plane.target)
     if plane.target.device.type != "cpu" or not blocks:
         return [plane]
-    step = max(1, _SHARE // max(plane.target[0].numel(), 1))
+    step = max(1, most // max(plane.target[0].numel(), 1))
     parts = zip(plane.layers.split(step), plane.target.split(step), strict=True)
     return [plane._replace(layers=layers, target=target) for layers, target in parts]
 
@@ -157,7 +173,7 @@ def _decode_share(form: Format, shape: PartShape, plane: Plane) -> None:
         _decode_piece(piece)
 
 
-class _Coded(NamedTuple):
+class _Numbers(NamedTuple):
     """codes: [n, head, layer, token, width]. scale and origin, if any: float32 [n, head, layer, token, 1], or where all
     tokens share them [n, head, layer, 1, dim times some tokens]. target: as of `Plane`."""
 
@@ -190,7 +206,7 @@ def _work_off(work: Sequence[Callable[[], None]], numbers: "Iterator[int]") -> N
             work[number]()
 
 
-def _cut(whole: _Coded) -> "list[_Coded]":
+def _cut(whole: _Numbers) -> "list[_Numbers]":
     """In pieces of whole blocks, or of some heads of one; a device takes it as it is."""
     target = whole.target
     heads = target.shape[1]
@@ -203,17 +219,15 @@ def _cut(whole: _Coded) -> "list[_Coded]":
     return [piece for block in _split(whole, 1, 0) for piece in _split(block, step, 1)]
 
 
-def _split(whole: _Coded, step: int, axis: int) -> "list[_Coded]":
+def _split(whole: _Numbers, step: int, axis: int) -> "list[_Numbers]":
     bits, codes, scale, origin, target = whole
     count = -(-target.shape[axis] // step)
     origins = [None] * count if origin is None else origin.split(step, axis)
     parts = zip(codes.split(step, axis), scale.split(step, axis), origins, target.split(step, axis), strict=True)
-    return [_Coded(bits, *part) for part in parts]
+    return [_Numbers(bits, *part) for part in parts]
 
 
-def _decode_piece(piece: _Coded) -> None:
-    import torch
-
+def _decode_piece(piece: _Numbers) -> None:
     bits, codes, scale, origin, target = piece
     wide = _scratch(target)
     if bits == 4:
@@ -223,10 +237,9 @@ def _decode_piece(piece: _Coded) -> None:
     else:
         wide.copy_(codes)
     rows = wide.view(*target.shape[:3], -1, scale.shape[-1]) if scale.shape[-1] > 1 else wide
-    if origin is None:
-        rows.mul_(scale)
-    else:
-        torch.addcmul(origin, rows, scale, out=rows)
+    rows.mul_(scale)
+    if origin is not None:  # not addcmul: that rounds once on some processors, and takes four times as long
+        rows.add_(origin)
     target.copy_(wide)
 
 
@@ -243,7 +256,7 @@ def _scratch(like: "torch.Tensor") -> "torch.Tensor":
     return made
 
 
-def _coded(form: Format, shape: PartShape, plane: Plane) -> _Coded:
+def _coded(form: Format, shape: PartShape, plane: Plane) -> _Numbers:
     """A plane's tokens and what they are multiplied by, for all of its blocks at once."""
     import torch
 
@@ -264,7 +277,7 @@ def _coded(form: Format, shape: PartShape, plane: Plane) -> _Coded:
         return found.repeat(1, 1, 1, repeat).unsqueeze(-2) if rule.by_channel else found[..., tokens].unsqueeze(-1)
 
     origin = numbers(place.origin) if place.origin >= 0 else None
-    return _Coded(form.bits, codes, numbers(place.scale), origin, target)
+    return _Numbers(form.bits, codes, numbers(place.scale), origin, target)
 
 
 def _put(into: "torch.Tensor", at: int, values: "torch.Tensor") -> None:

@@ -1,7 +1,8 @@
 """What `bench disk` tells of a whole daemon: requests beside writes (`beside`), and the way back from disk.
 
 Prompts that are on disk only are acquired: until the first block can be read where it lies, and until it is in the
-worker's tensor, beside one plain read of as many bytes from the same file system. It must not know how the tier alone is measured (`disk` does).
+worker's tensor, beside one plain read of as many bytes from the same file system. It must not know how the tier alone
+is measured (`disk` does).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _store_all(client: Client, daemon: BenchDaemon, plan: Plan) -> None:
 
 
 def _way_back(client: Client, plan: Plan, read: Callable[[], float]) -> dict[str, float]:
-    """Milliseconds until the first block of a prompt on disk could be read in shared memory and until it was copied, and
+    """Milliseconds until the first block of a prompt on disk could be read in shared memory, until it was copied, and
     of a plain read of one block."""
     ns = namespace(client)
     target = np.zeros((1, plan.block_bytes), np.uint8)

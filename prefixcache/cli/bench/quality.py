@@ -74,7 +74,7 @@ class Examined:
         shape = (len(raw), self.shape.kv_heads, len(self._states), 2, BLOCK_TOKENS, self.shape.k_dim)
         back = torch.zeros(shape, dtype=torch.bfloat16)
         planes = [tensors.Plane("k", coded, back[:, :, :, 0], 0), tensors.Plane("v", coded, back[:, :, :, 1], 0)]
-        tensors.decode(form, self.shape, planes)
+        tensors.decode([tensors.CodedPlanes(form, self.shape, planes)])
         joined = back.permute(2, 3, 1, 0, 4, 5).flatten(3, 4).unsqueeze(2)  # layer, c, 1, head, token, dim
         mine = self._next_tokens([(pair[0], pair[1]) for pair in joined])
         kl = (self._raw.exp() * (self._raw - mine)).sum(-1).mean()

@@ -80,13 +80,14 @@ def _disk(row: dict[str, Any]) -> Table:
         table.add_row(what, f"{rate:.2f}", f"{limit:.2f}", shown, f"{target}")
     _add_beside(table, row)
     plain = row["plain_read_ms"]
-    for text, first, target in (
+    cases: list[tuple[str, float, float | None]] = [
         ("first bytes of a prompt on disk readable, plain read", row["first_bytes_ms"], FIRST_BYTES_TARGET_MS),
         ("its first block in the worker's tensor, plain read", row["first_block_ms"], None),
-    ):
-        shown = _judged(first - plain, target, f"+{first - plain:.1f} ms", lower=True)
-        limit = f"+{target:.0f} ms" if target else "-"
-        table.add_row(text, f"{first:.1f} ms", f"{plain:.1f} ms", shown, limit)
+    ]
+    for text, first, limit_ms in cases:
+        shown = _judged(first - plain, limit_ms, f"+{first - plain:.1f} ms", lower=True)
+        asked = f"+{limit_ms:.0f} ms" if limit_ms else "-"
+        table.add_row(text, f"{first:.1f} ms", f"{plain:.1f} ms", shown, asked)
     return table
 
 

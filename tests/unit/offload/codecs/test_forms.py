@@ -60,7 +60,7 @@ def decode_into(form: Format, shape: PartShape, dtype: str, coded: torch.Tensor,
     planes = [tensors.Plane("k", layers, targets[..., :k].unflatten(-1, (shape.tokens, shape.k_dim)), 0)]
     if shape.v_dim:
         planes.append(tensors.Plane("v", layers, targets[..., k:].unflatten(-1, (shape.tokens, shape.v_dim)), 0))
-    tensors.decode(form, shape, planes)
+    tensors.decode([tensors.CodedPlanes(form, shape, planes)])
 
 
 def test_names_and_versions_are_those_of_the_identity() -> None:

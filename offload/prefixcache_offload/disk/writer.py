@@ -62,8 +62,7 @@ class Writer:
         """First sequence numbers of the batches in the kernel."""
         self._crew = Crew()
         self._headers: list[memoryview] = []
-        """Memory for the headers of a batch, of those that are not under way: only those pages are in use that ever
-        were needed at once, and their unused parts stay zeros."""
+        """Memory for the headers of batches, what is not in the kernel now: what a header does not fill stays zeros."""
 
     @property
     def queued_bytes(self) -> int:

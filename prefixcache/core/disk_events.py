@@ -15,24 +15,27 @@ from prefixcache.core.ids import NamespaceId
 
 @dataclass(slots=True)
 class DiskRecovered:
-    """Records of one segment that an earlier run left, of one namespace, newest segments first; what a tombstone
-    revokes and what a newer record replaces is not among them. Answer: nothing."""
+    """Records of some segments that an earlier run left, of one namespace, newest first; what a tombstone revokes and
+    what a newer record replaces is not among them. empty: segments in which nothing is, which take room all the same.
+    Answer: nothing."""
 
-    segment: int
     namespace: NamespaceId
     parts: NDArray[np.uint16]
+    segments: NDArray[np.uint32]
     pages: NDArray[np.uint32]
     keys: bytes
     parents: bytes
     depths: NDArray[np.uint32]
+    empty: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class RecoveryDone:
     """Every segment was told (complete: and could be read); what still lacks what stands in front of it never gets it.
-    Answer: nothing."""
+    room_bytes: what the cap leaves for new segments, None where that is told by the first write. Answer: nothing."""
 
     complete: bool = True
+    room_bytes: int | None = None
 
 
 @dataclass(slots=True)

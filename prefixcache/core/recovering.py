@@ -1,4 +1,4 @@
-"""What an earlier run left on disk, told segment by segment, newest first, while everything else goes on.
+"""What an earlier run left on disk, told a few segments at a time, newest first, while everything else goes on.
 
 Rules: a block is in the tree once all its full parts (of a namespace without any: one) and everything in front of it
 are known, not before; as the newest segments come first, nothing that is told later can revoke it. Further parts of it
@@ -52,8 +52,9 @@ class Recoverer:
         self.state.disk.recovered = False
 
     def found(self, event: DiskRecovered) -> None:
-        """Records of one segment and namespace."""
-        self.state.disk.segment(event.segment).put_bytes = UNKNOWN_ROOM
+        """Records of some segments and one namespace."""
+        for number in (*event.empty, *np.unique(event.segments).tolist()):
+            self.state.disk.segment(number).put_bytes = UNKNOWN_ROOM
         space = self.state.namespaces.get(event.namespace)
         if space is None or not space.on_disk or self.state.disk.recovered or not event.keys:
             return
@@ -86,6 +87,8 @@ class Recoverer:
                 out += tombstones(number, b"".join(left_over))
         self.spaces.clear()
         self.state.disk.recovered = True
+        if event.room_bytes is not None:  # else a full disk is noticed by a write that fails
+            self.state.disk.room_bytes = event.room_bytes
 
     def _told(self, space: Namespace) -> Told:
         told = self.spaces.get(space.number)

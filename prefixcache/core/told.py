@@ -89,7 +89,7 @@ class _Blocks:
         for part in range(count):
             mine = np.flatnonzero(event.parts == part)
             at = self.of_record[mine]
-            self._segments[part][at], self._pages[part][at] = event.segment, event.pages[mine]
+            self._segments[part][at], self._pages[part][at] = event.segments[mine], event.pages[mine]
             told[part][at] = True
         whole: Any = told[list(space.full_parts)].all(axis=0) if space.has_full else told.any(axis=0)
         self.whole: NDArray[np.bool_] = whole
@@ -235,10 +235,10 @@ class Told:
 
     def _take_one_by_one(self, event: DiskRecovered, blocks: _Blocks, fast: NDArray[np.bool_]) -> None:
         """A block that is whole waits at once: another of its parts may come in the same event."""
-        parts, pages = event.parts.tolist(), event.pages.tolist()
+        parts, segments, pages = event.parts.tolist(), event.segments.tolist(), event.pages.tolist()
         for record in np.flatnonzero(~fast[blocks.of_record]).tolist():
             block = int(blocks.of_record[record])
-            where = event.segment, pages[record]
+            where = segments[record], pages[record]
             run = self._note(blocks.keys[block], blocks.parent(block), parts[record], where)
             if run is not None:
                 self.wait(run)

@@ -13,7 +13,7 @@ What is done with records: disk_orders.
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +31,7 @@ from prefixcache.server.disk_report import DiskReport
 from prefixcache.server.disk_specs import unpack_spec
 from prefixcache.server.loop import Owner
 from prefixcache.server.service import Shell
-from prefixcache_offload.disk import DiskOptions, DiskRefused, Refusal
+from prefixcache_offload.disk import DiskOptions, DiskRefused, Entries, Refusal
 from prefixcache_offload.disk.health import HealthReport
 from prefixcache_offload.disk.options import DiskCodec
 from prefixcache_offload.disk.recovery import Recovered
@@ -43,7 +43,9 @@ log = logging.getLogger(__name__)
 _FLUSH_LOOK_S: Final = 0.01
 _LOOK_S: Final = 0.25  # whether another directory is in place
 _CLOSE_S: Final = 10.0
-_TOLD_AT_ONCE: Final = 128  # records in one DiskRecovered: 4 ms of the owner's lock at most
+# Of one DiskRecovered, in records that follow another: 4 ms of the owner's lock at most.
+_TOLD_AT_ONCE: Final = 1024
+_BEGINNING_COSTS: Final = 7  # more than such a record
 _SEGMENT: Final = 256 << 20
 _LEAST_SEGMENT: Final = 1 << 20
 _SEGMENTS: Final = 16  # a small cap is still cut into so many
@@ -183,7 +185,7 @@ class DiskStore:
                 "blocks on disk are in a form that this version cannot read; they stay until their room is needed",
                 extra={"facts": {"records": counters.unknown_codec}},
             )
-        self._orders.send(e.RecoveryDone(complete=not counters.unreadable))
+        self._orders.send(e.RecoveryDone(not counters.unreadable, tier.free_bytes))
         self.report.recovery_s = max(clock() - began, 1e-6)
         log.info("the disk was read", extra={"facts": {"records": counters.records}})
 
@@ -204,6 +206,7 @@ class DiskStore:
                     self._orders.names[reply.namespace] = name
 
     def _tell(self, told: Recovered) -> None:
+        untold = set(told.segments)
         numbers = {name: number for number, name in self._orders.names.items()}
         names = told.entries["namespace"]
         alone = len(names) > 0 and bool((names == names[0]).all())
@@ -212,14 +215,14 @@ class DiskStore:
             if number is None:
                 continue
             mine = told.entries if alone else told.entries[names == name]
-            for first in range(0, len(mine), _TOLD_AT_ONCE):
-                some = mine[first : first + _TOLD_AT_ONCE]
+            for some in _in_pieces(mine):
                 keys, parents = some["key"].tobytes(), some["parent"].tobytes()
                 parts, depths = some["part"].astype(np.uint16), some["depth"].astype(np.uint32)
-                pages = some["page"].astype(np.uint32)
-                self._orders.send(e.DiskRecovered(told.segment, number, parts, pages, keys, parents, depths))
-        if not len(told.entries):
-            self._orders.send(_empty(told.segment))
+                segments, pages = some["segment"].astype(np.uint32), some["page"].astype(np.uint32)
+                self._orders.send(e.DiskRecovered(number, parts, segments, pages, keys, parents, depths))
+                untold.difference_update(segments.tolist())
+        if untold:
+            self._orders.send(_empty(tuple(untold)))
 
     # -- while it runs -------------------------------------------------------------------------------------------
 
@@ -266,7 +269,17 @@ def flush(owner: Owner, demoter: Demoter, timeout_s: float, hurry: threading.Eve
         hurry.wait(_FLUSH_LOOK_S)
 
 
-def _empty(segment: int) -> e.DiskRecovered:
-    """A segment with nothing in it takes room all the same, so the planner has to know it."""
+def _in_pieces(entries: Entries) -> Iterator[Entries]:
+    """For one DiskRecovered each: few beginnings of paths, which cost most, and not too many records."""
+    # Newest first: what follows a block stands before it.
+    begins = np.ones(len(entries), np.int64)
+    begins[:-1] = (entries["parent"][:-1] != entries["key"][1:]).any(axis=1)
+    spent = np.cumsum(_BEGINNING_COSTS * begins + 1)
+    cuts = np.flatnonzero(np.diff(spent // _TOLD_AT_ONCE)) + 1
+    return iter(np.split(entries, cuts))
+
+
+def _empty(segments: tuple[int, ...]) -> e.DiskRecovered:
+    """Segments in which is nothing that anybody knows take room all the same, so the planner has to know them."""
     nothing = np.zeros(0, np.uint32)
-    return e.DiskRecovered(segment, 0, nothing.astype(np.uint16), nothing, b"", b"", nothing)
+    return e.DiskRecovered(0, nothing.astype(np.uint16), nothing, nothing, b"", b"", nothing, empty=segments)

@@ -40,8 +40,8 @@ def test_parts_of_a_block_may_come_apart() -> None:
     )
     event = DiskRecovered(
         1,
-        1,
         np.array([part for *_, part in told], np.uint16),
+        np.ones(len(told), np.uint32),
         np.array([8, 6, 4, 2], np.uint32),
         b"".join(key for key, *_ in told),
         b"".join(parent for _, parent, *_ in told),

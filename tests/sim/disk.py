@@ -37,6 +37,7 @@ from tests.sim.fakes import Memory, SimError, Tag
 Name = tuple[int, bytes, int]  # namespace, key, part
 Tombstone = tuple[int, int | None, set[bytes] | None]  # sequence, namespace, keys
 SLOT_BYTES = 4096
+_MOST_TOLD_TOGETHER = 3
 
 
 @dataclass
@@ -243,16 +244,19 @@ class FakeDisk:
         self.reads_on = self.writes_on = True
 
     def recovered(self) -> Iterator[list[Event]]:
-        """What each segment tells when it is read, newest first, less what is revoked by then."""
+        """What a few segments at a time tell when they are read, newest first, less what is revoked by then."""
         seen: set[Name] = set()
-        for number in sorted(self.segments, reverse=True):
-            pages = self.segments.get(number, {})
-            left = []
-            for page, record in sorted(pages.items(), reverse=True):
-                if not self.revoked(record) and record.name not in seen:
-                    left.append((page, record))
-                    seen.add(record.name)
-            yield [self._told(number, space, left) for space in sorted({record.name[0] for _, record in left})]
+        waiting = sorted(self.segments, reverse=True)
+        while waiting:
+            together = 1 + waiting[0] % _MOST_TOLD_TOGETHER
+            left: list[tuple[int, int, Record]] = []
+            for number in waiting[:together]:
+                for page, record in sorted(self.segments.get(number, {}).items(), reverse=True):
+                    if not self.revoked(record) and record.name not in seen:
+                        left.append((number, page, record))
+                        seen.add(record.name)
+            waiting = waiting[together:]
+            yield [self._told(space, left) for space in sorted({record.name[0] for *_, record in left})]
 
     def keys_of(self, namespace: int) -> set[bytes]:
         """Keys of all records of a namespace."""
@@ -267,16 +271,16 @@ class FakeDisk:
             for sequence, namespace, keys in (*self.tombstones, *ordered)
         )
 
-    def _told(self, number: int, space: int, left: list[tuple[int, Record]]) -> DiskRecovered:
-        mine = [(page, record) for page, record in left if record.name[0] == space]
+    def _told(self, space: int, left: list[tuple[int, int, Record]]) -> DiskRecovered:
+        mine = [each for each in left if each[2].name[0] == space]
         return DiskRecovered(
-            number,
             space,
-            np.array([record.name[2] for _, record in mine], np.uint16),
-            np.array([page for page, _ in mine], np.uint32),
-            b"".join(record.name[1] for _, record in mine),
-            b"".join(record.parent for _, record in mine),
-            np.array([record.depth for _, record in mine], np.uint32),
+            np.array([record.name[2] for *_, record in mine], np.uint16),
+            np.array([number for number, *_ in mine], np.uint32),
+            np.array([page for _, page, _ in mine], np.uint32),
+            b"".join(record.name[1] for *_, record in mine),
+            b"".join(record.parent for *_, record in mine),
+            np.array([record.depth for *_, record in mine], np.uint32),
         )
 
 

@@ -291,7 +291,8 @@ class Simulator:
                 self.send(event)
             return
         self.recovery = None
-        self.send(RecoveryDone())
+        assert self.disk is not None
+        self.send(RecoveryDone(room_bytes=self.disk.room_bytes()))
 
     def disk_trouble(self) -> None:
         assert self.disk is not None

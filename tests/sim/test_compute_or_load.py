@@ -79,7 +79,8 @@ class Throttled:
             pages = np.arange(BLOCKS, dtype=np.uint32)
             parents = bytes(KEY_BYTES) + keys[:-KEY_BYTES]
             parts = np.zeros(BLOCKS, np.uint16)
-            Harness.send(self.harness, DiskRecovered(number + 1, 1, parts, pages, keys, parents, pages))
+            segments = np.full(BLOCKS, number + 1, np.uint32)
+            Harness.send(self.harness, DiskRecovered(1, parts, segments, pages, keys, parents, pages))
 
     def _request(self) -> None:
         letters = self.rng.choice(PROMPTS)

@@ -1,4 +1,4 @@
-"""Rebuilds what is on disk after a restart: one segment at a time, newest first, from footers where they are good.
+"""Rebuilds what is on disk after a restart: a few segments at a time, newest first, from footers where they are good.
 
 Newest first makes an answer final at once: a tombstone lies behind everything it revokes, so no segment that is still
 unread can revoke a record that was told. Of two records of one name the newer is told, the other counted. Whether a
@@ -46,9 +46,9 @@ _BLOCK, _TOMBSTONE = int(Kind.BLOCK), int(Kind.TOMBSTONE)
 
 
 class Recovered(NamedTuple):
-    """entries: ENTRY[n] of blocks of one segment, newest sequence first. left: segments still unread."""
+    """entries: ENTRY[n] of the blocks of some segments, newest first. left: segments still unread."""
 
-    segment: int
+    segments: list[int]
     entries: Entries
     left: int
 
@@ -95,10 +95,8 @@ class Recovery:
                 if not footers.waiting:
                     continue
                 with footers.next(_AT_ONCE) as taken:
-                    behind = len(found) + footers.waiting + len(taken)
-                    for segment, entries in self._judged([(each, self._read(each, ask)) for each, ask in taken]):
-                        behind -= 1
-                        yield Recovered(segment.number, entries, behind)
+                    entries = self._judged([(each, self._read(each, ask)) for each, ask in taken])
+                    yield Recovered([each.number for each, _ in taken], entries, len(found) + footers.waiting)
 
     def _read(self, segment: Segment, ask: Callable[[], Entries | None]) -> Entries | None:
         """What is in a held segment, newest sequence first; None if that cannot be read now."""
@@ -122,7 +120,7 @@ class Recovery:
             return entries[::-1]
         return entries[np.argsort(sequences, kind="stable")[::-1]]
 
-    def _judged(self, read: list[tuple[Segment, Entries | None]]) -> list[tuple[Segment, Entries]]:
+    def _judged(self, read: list[tuple[Segment, Entries | None]]) -> Entries:
         """The live blocks of some held segments, newest first: together, as each step costs as much for all of them as
         for one. What an older one clears lies before all that is in a newer one, so its tombstones do no harm there."""
         pieces = [entries if entries is not None else np.zeros(0, ENTRY) for _, entries in read]
@@ -147,7 +145,7 @@ class Recovery:
         for segment, entries in read:
             if entries is not None and not len(entries):
                 self._remove(segment)
-        return [(segment, mine) for (segment, _), mine in zip(read, left, strict=True)]
+        return every
 
     def _entries(self, segment: Segment, ask: Callable[[], Entries | None]) -> Entries:
         """From the footer, or from a scan; the segment is sealed after that if it can be. Raises OSError."""

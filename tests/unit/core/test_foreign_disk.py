@@ -246,7 +246,8 @@ def tell(h: DiskHarness, letters: str, parents: bytes, segment: int = 7) -> None
     count = len(letters)
     nothing = np.zeros(count, np.uint16)
     pages = (2 * np.arange(count)).astype(np.uint32)
-    h.send(DiskRecovered(segment, 1, nothing, pages, keys(letters), parents, pages))
+    segments = np.full(count, segment, np.uint32)
+    h.send(DiskRecovered(1, nothing, segments, pages, keys(letters), parents, pages))
 
 
 def test_a_restart_finds_keys_whatever_their_order() -> None:

@@ -170,7 +170,8 @@ def test_a_restart_brings_windows_back(spec: NamespaceSpec) -> None:
     for mine in (np.flatnonzero(part == 0), np.flatnonzero(part != 0)):  # further parts are told later
         pages = np.arange(count, dtype=np.uint32)[mine]
         names = packed[at[mine] + 1].tobytes(), packed[at[mine]].tobytes()
-        harness.send(DiskRecovered(7, 1, part[mine], pages, *names, at[mine].astype(np.uint32)))
+        segments = np.full(len(mine), 7, np.uint32)
+        harness.send(DiskRecovered(1, part[mine], segments, pages, *names, at[mine].astype(np.uint32)))
     harness.send(RecoveryDone())
     on_disk = 2 if spec is WINDOWS else 4  # of its window alone; nothing else is needed
     found = harness.ask(LookupRequested(1, keys), LookedUp)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefixcache.core.commands import RevokeRecords
+from prefixcache.core.commands import FreeSegment, RevokeRecords
 from prefixcache.core.events import ClearRequested, DiskChanged, DiskRecovered, RecoveryDone
 from prefixcache.core.ids import KEY_BYTES
 from prefixcache.core.reasons import DiskDrop
@@ -32,7 +32,8 @@ class Recovering(DiskHarness):
         parents = [keys[(at - 1) * KEY_BYTES : at * KEY_BYTES] or bytes(KEY_BYTES) for at in order]
         pages, depths = np.array([at * 2 for at in order], np.uint32), np.array(list(order), np.uint32)
         parts = np.zeros(len(own), np.uint16)
-        self.send(DiskRecovered(segment, 1, parts, pages, b"".join(own), b"".join(parents), depths))
+        segments = np.full(len(own), segment, np.uint32)
+        self.send(DiskRecovered(1, parts, segments, pages, b"".join(own), b"".join(parents), depths))
 
     def found(self, letters: str) -> int:
         return self.acquire(letters, deadline_s=WAIT).planned_blocks
@@ -72,6 +73,15 @@ def test_orphans_are_dropped_and_counted_at_the_end() -> None:
     assert harness.found("abcdef") == 0
 
 
+def test_a_full_disk_is_known_before_a_write_fails() -> None:
+    harness = Recovering()
+    harness.tell(8, "abcd")
+    harness.send(DiskRecovered(0, *[np.zeros(0, np.uint16)] * 3, b"", b"", np.zeros(0, np.uint32), empty=(7,)))
+    harness.send(RecoveryDone(room_bytes=0))
+    harness.pass_time(0.1)
+    assert [order.segment for order in harness.take(FreeSegment)] == [7], "the one in which nothing is"
+
+
 def test_blocks_that_were_stored_again_meanwhile_are_on_disk_all_the_same() -> None:
     harness = Recovering()
     harness.store("abcd")
@@ -104,12 +114,12 @@ def test_a_block_needs_all_its_parts() -> None:
     harness = Recovering()
     keys = chain("a")
     one = np.zeros(1, np.uint32)
-    harness.send(DiskRecovered(9, 1, np.array([7], np.uint16), one, keys, bytes(32), one))  # there is no part 7
+    harness.send(DiskRecovered(1, np.array([7], np.uint16), one + 9, one, keys, bytes(32), one))  # there is no part 7
     assert harness.found("a") == 0
 
 
 def test_a_namespace_nobody_knows_is_left_alone() -> None:
     harness = Recovering()
     one = np.zeros(1, np.uint32)
-    harness.send(DiskRecovered(9, 77, np.zeros(1, np.uint16), one, chain("a"), bytes(32), one))
+    harness.send(DiskRecovered(77, np.zeros(1, np.uint16), one + 9, one, chain("a"), bytes(32), one))
     assert 9 in harness.planner.state.disk.segments  # it takes room all the same

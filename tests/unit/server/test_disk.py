@@ -3,13 +3,15 @@
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from prefixcache.core.ids import GroupKind, NamespaceKind
 from prefixcache.core.spec import GroupSpec, NamespaceSpec, PartSpec
 from prefixcache.server.config import Config, ConfigError
-from prefixcache.server.disk import DiskStore, disk_options
+from prefixcache.server.disk import DiskStore, _in_pieces, disk_options
 from prefixcache.server.disk_specs import pack_spec, unpack_spec
+from prefixcache_offload.disk import ENTRY
 from prefixcache_offload.pool import HostPool
 
 MIB = 1 << 20
@@ -82,3 +84,16 @@ def test_a_newer_format_is_refused(tmp_path: Path, pool: HostPool) -> None:
     (tmp_path / "format").write_text(told.replace('"format": 1', '"format": 2'))
     with pytest.raises(ConfigError, match="use a newer program"):
         DiskStore(config(tmp_path), pool, lambda: None)
+
+
+@pytest.mark.parametrize(("length", "most"), [(1, 128), (4, 400), (1000, 1024)])
+def test_what_a_restart_tells_at_once_is_bounded_by_what_it_costs(length: int, most: int) -> None:
+    """Chains of `length` blocks, newest first; a chain's first block costs as much as eight that follow another."""
+    numbers = np.arange(4000, dtype=np.uint32)[::-1]
+    entries = np.zeros(len(numbers), ENTRY)
+    entries["key"][:, :4] = (numbers + 1).view(np.uint8).reshape(-1, 4)
+    entries["parent"][:, :4] = np.where(numbers % length, numbers, 0).astype(np.uint32).view(np.uint8).reshape(-1, 4)
+    pieces = list(_in_pieces(entries))
+    assert np.array_equal(np.concatenate(pieces), entries)
+    assert most // 2 < max(len(piece) for piece in pieces) <= most
+    assert [len(piece) for piece in _in_pieces(entries[:1])] == [1]

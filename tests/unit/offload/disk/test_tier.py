@@ -278,7 +278,7 @@ def test_recovery_goes_newest_first_beside_reads_and_writes() -> None:
     again = Log(disk.after_kill())
     seen: list[int] = []
     for recovered in again.tier.recovery:
-        seen.append(recovered.segment)
+        seen += recovered.segments
         assert again.check(recovered.entries) == set(numbers_of(recovered.entries)), "served before the scan ends"
         assert set(again.write([100 + len(seen)]).told) == {Outcome.OK}
     assert seen == sorted(seen, reverse=True)

@@ -30,7 +30,7 @@ from prefixcache_offload.disk.records import (
     same_records,
     stored_bytes,
 )
-from prefixcache_offload.disk.seam import read_fully, scratch
+from prefixcache_offload.disk.seam import Scratches, read_fully, scratch
 from prefixcache_offload.disk.shared import Done, Ended, Indexes, Outcomes, Shared
 
 _LARGEST_GAP = 64 << 10
@@ -84,8 +84,7 @@ class Reader:
         self.queued_bytes = 0
         """Payload that waits."""
         self._junk = scratch(_LARGEST_GAP)
-        self._headers: list[memoryview] = []
-        """Memory for the headers of a group, of those that are not under way."""
+        self._headers = Scratches(_MOST_IN_GROUP * PAGE)
 
     def submit(self, job: ReadJob) -> None:
         """Queue a job's groups, or end it at once if reading is off."""
@@ -134,7 +133,7 @@ class Reader:
             wanted = group.job.entries[group.which]
             self.queued_bytes -= int(wanted["length"].sum(dtype=np.int64))
             segment = shared.table.hold(int(wanted["segment"][0]))
-            headers = self._headers.pop() if self._headers else scratch(_MOST_IN_GROUP * PAGE)
+            headers = self._headers.take()
         plan = self._plan(group, wanted, headers)
         got, error = 0, None
         with shared.calling((group.job.job,)) as call:
@@ -155,7 +154,7 @@ class Reader:
             outcomes, found = self._judge(group, wanted, plan, got)
         self._note_health(error, outcomes)
         with shared.lock:
-            self._headers.append(headers)
+            self._headers.give_back(headers)
             shared.reads_pending -= 1
             shared.counters.read_bytes += int(stored_bytes(wanted)[outcomes == _OK].sum())
             self._fewer_pending()

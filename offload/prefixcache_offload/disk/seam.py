@@ -168,6 +168,23 @@ def scratch(size_bytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size_bytes))
 
 
+class Scratches:
+    """Scratch memory of one size that is used again: what a call does not fill stays as it was left, zeros at first.
+    Whoever takes and gives back holds a lock of his own."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._idle: list[memoryview] = []
+
+    def take(self) -> memoryview:
+        """One that nobody has."""
+        return self._idle.pop() if self._idle else scratch(self._size_bytes)
+
+    def give_back(self, memory: memoryview) -> None:
+        """It is not in the kernel any more."""
+        self._idle.append(memory)
+
+
 def read_fully(disk: Disk, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
     """As pread, but only the end of the file makes it short."""
     wanted, done = sum(b.nbytes for b in buffers), 0

@@ -27,7 +27,7 @@ from prefixcache_offload.disk.records import (
     stored_bytes,
     write_headers,
 )
-from prefixcache_offload.disk.seam import scratch, write_fully
+from prefixcache_offload.disk.seam import Scratches, write_fully
 from prefixcache_offload.disk.segments import Segment, Stage
 from prefixcache_offload.disk.shared import Ended, Indexes, Outcomes, Shared
 from prefixcache_offload.disk.tail import Tail
@@ -61,8 +61,7 @@ class Writer:
         self._active: list[int] = []
         """First sequence numbers of the batches in the kernel."""
         self._crew = Crew()
-        self._headers: list[memoryview] = []
-        """Memory for the headers of batches, what is not in the kernel now: what a header does not fill stays zeros."""
+        self._headers = Scratches(_MOST_IN_BATCH * PAGE)
 
     @property
     def queued_bytes(self) -> int:
@@ -181,8 +180,7 @@ class Writer:
         self._active.append(int(items[0].job.entries["sequence"][items[0].which]))
         self._crew.begin(self._shared.clock())
         segment.writes += 1
-        headers = self._headers.pop() if self._headers else scratch(_MOST_IN_BATCH * PAGE)
-        return _Batch(segment, items, _entries_of(items), np.zeros(len(items), np.bool_), headers)
+        return _Batch(segment, items, _entries_of(items), np.zeros(len(items), np.bool_), self._headers.take())
 
     def _unqueued(self, item: Item) -> None:
         """It waits no more; the lock is held."""
@@ -210,7 +208,7 @@ class Writer:
             written = size if error is None else 0
             shared.counters.device_bytes += written
             self._crew.end(shared.clock(), written)
-            self._headers.append(batch.headers)
+            self._headers.give_back(batch.headers)
             self._written(batch, ok=error is None)
         if error is not None:
             self.fail(error)

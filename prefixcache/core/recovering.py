@@ -88,7 +88,8 @@ class Recoverer:
         self.spaces.clear()
         self.state.disk.recovered = True
         if event.room_bytes is not None:  # else a full disk is noticed by a write that fails
-            self.state.disk.room_bytes = event.room_bytes
+            # A write that ended since it was asked for knows better.
+            self.state.disk.room_bytes = min(self.state.disk.room_bytes, event.room_bytes)
 
     def _told(self, space: Namespace) -> Told:
         told = self.spaces.get(space.number)

@@ -23,7 +23,7 @@ import numpy as np
 from prefixcache.core import commands as c
 from prefixcache.core import events as e
 from prefixcache.core.demoting import Demoter
-from prefixcache.core.ids import SLOT_GRANULE
+from prefixcache.core.ids import SLOT_GRANULE, NamespaceKind
 from prefixcache.core.spec import DiskSpec, SpecError
 from prefixcache.server.config import Config, ConfigError
 from prefixcache.server.disk_orders import DiskOrders
@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 _FLUSH_LOOK_S: Final = 0.01
 _LOOK_S: Final = 0.25  # whether another directory is in place
 _CLOSE_S: Final = 10.0
-# Of one DiskRecovered, in records that follow another: 4 ms of the owner's lock at most.
+# Of one DiskRecovered, in records that follow another in one node of the tree: 4 ms of the owner's lock at most.
 _TOLD_AT_ONCE: Final = 1024
-_BEGINNING_COSTS: Final = 7  # more than such a record
+_ALONE_COSTS: Final = 8  # a record that does not
 _SEGMENT: Final = 256 << 20
 _LEAST_SEGMENT: Final = 1 << 20
 _SEGMENTS: Final = 16  # a small cap is still cut into so many
@@ -207,7 +207,9 @@ class DiskStore:
 
     def _tell(self, told: Recovered) -> None:
         untold = set(told.segments)
-        numbers = {name: number for number, name in self._orders.names.items()}
+        shell = self._orders.shell
+        assert shell is not None
+        numbers = {name: number for number, name in list(self._orders.names.items())}  # others may add to them
         names = told.entries["namespace"]
         alone = len(names) > 0 and bool((names == names[0]).all())
         for name in [int(names[0])] if alone else np.unique(names).tolist():
@@ -215,7 +217,9 @@ class DiskStore:
             if number is None:
                 continue
             mine = told.entries if alone else told.entries[names == name]
-            for some in _in_pieces(mine):
+            spec = shell.namespaces[number].spec
+            joined = len(spec.parts) == 1 and spec.kind is not NamespaceKind.FOREIGN
+            for some in _in_pieces(mine, joined=joined):
                 keys, parents = some["key"].tobytes(), some["parent"].tobytes()
                 parts, depths = some["part"].astype(np.uint16), some["depth"].astype(np.uint32)
                 segments, pages = some["segment"].astype(np.uint32), some["page"].astype(np.uint32)
@@ -269,12 +273,13 @@ def flush(owner: Owner, demoter: Demoter, timeout_s: float, hurry: threading.Eve
         hurry.wait(_FLUSH_LOOK_S)
 
 
-def _in_pieces(entries: Entries) -> Iterator[Entries]:
-    """For one DiskRecovered each: few beginnings of paths, which cost most, and not too many records."""
-    # Newest first: what follows a block stands before it.
-    begins = np.ones(len(entries), np.int64)
-    begins[:-1] = (entries["parent"][:-1] != entries["key"][1:]).any(axis=1)
-    spent = np.cumsum(_BEGINNING_COSTS * begins + 1)
+def _in_pieces(entries: Entries, *, joined: bool) -> Iterator[Entries]:
+    """For one DiskRecovered each: as many as cost so much. joined: what follows each other becomes one node, a record
+    a block."""
+    costs = np.full(len(entries), _ALONE_COSTS)
+    if joined:  # newest first: what follows a block stands before it
+        costs[:-1][(entries["parent"][:-1] == entries["key"][1:]).all(axis=1)] = 1
+    spent = np.cumsum(costs)
     cuts = np.flatnonzero(np.diff(spent // _TOLD_AT_ONCE)) + 1
     return iter(np.split(entries, cuts))
 

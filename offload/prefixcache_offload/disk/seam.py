@@ -1,6 +1,7 @@
 """Every call of the disk tier that touches a file system, as one small protocol, so that a test can stand in for it.
 
-The protocol is what the tier is allowed to ask; `RealDisk` asks the kernel. No retries, no meaning, no state.
+The protocol is what the tier is allowed to ask; `RealDisk` asks the kernel. No retries, no meaning, no state but the
+memory that calls use again.
 All calls raise OSError as the kernel does. Writes may be short, as the kernel's may.
 """
 

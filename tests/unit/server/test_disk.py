@@ -86,14 +86,16 @@ def test_a_newer_format_is_refused(tmp_path: Path, pool: HostPool) -> None:
         DiskStore(config(tmp_path), pool, lambda: None)
 
 
-@pytest.mark.parametrize(("length", "most"), [(1, 128), (4, 400), (1000, 1024)])
-def test_what_a_restart_tells_at_once_is_bounded_by_what_it_costs(length: int, most: int) -> None:
-    """Chains of `length` blocks, newest first; a chain's first block costs as much as eight that follow another."""
+@pytest.mark.parametrize(
+    ("length", "joined", "most"), [(1, True, 128), (4, True, 400), (1000, True, 1024), (1000, False, 128)]
+)
+def test_what_a_restart_tells_at_once_is_bounded_by_what_it_costs(length: int, joined: bool, most: int) -> None:
+    """Chains of `length` blocks, newest first; a block that is a node of its own costs as much as eight in one node."""
     numbers = np.arange(4000, dtype=np.uint32)[::-1]
     entries = np.zeros(len(numbers), ENTRY)
     entries["key"][:, :4] = (numbers + 1).view(np.uint8).reshape(-1, 4)
     entries["parent"][:, :4] = np.where(numbers % length, numbers, 0).astype(np.uint32).view(np.uint8).reshape(-1, 4)
-    pieces = list(_in_pieces(entries))
+    pieces = list(_in_pieces(entries, joined=joined))
     assert np.array_equal(np.concatenate(pieces), entries)
     assert most // 2 < max(len(piece) for piece in pieces) <= most
-    assert [len(piece) for piece in _in_pieces(entries[:1])] == [1]
+    assert [len(piece) for piece in _in_pieces(entries[:1], joined=joined)] == [1]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -323,6 +324,11 @@ def test_a_worker_that_will_not_wait_gets_what_is_in_memory(daemons: Daemons) ->
             assert (lease.blocks, lease.reason) == (0, "deadline")
         with client.acquire(namespace(client), tokens(0), recompute_s_per_token=1e-9) as lease:
             assert (lease.blocks, lease.reason) == (0, "slower_than_recompute")
+        with Client(address(daemon), replace(OPTIONS, recompute_s_per_token=1e-9)) as fast:
+            with fast.acquire(namespace(fast), tokens(1)) as lease:
+                assert (lease.blocks, lease.reason) == (0, "slower_than_recompute")
+            with fast.acquire(namespace(fast), tokens(1), recompute_s_per_token=0.0) as lease:
+                assert lease.blocks == BLOCKS, "said for this lease"
         assert load(client, 0)
 
 

@@ -68,7 +68,7 @@ class AcquireOptions(TypedDict, total=False):
     max_tokens: int | None
     from_token: int
     ttl_s: float | None
-    recompute_s_per_token: float
+    recompute_s_per_token: float | None
     timeout_s: float | None
     load_timeout_s: float | None
 
@@ -144,7 +144,7 @@ class Client:
         max_tokens: int | None = None,
         from_token: int = 0,
         ttl_s: float | None = None,
-        recompute_s_per_token: float = 0.0,
+        recompute_s_per_token: float | None = None,
         timeout_s: float | None = None,
         load_timeout_s: float | None = None,
     ) -> Lease:
@@ -152,8 +152,8 @@ class Client:
 
         `max_tokens`: the longest prefix of use (an engine computes at least one token itself). `from_token`: what the
         engine has already; rounded down to a block. `ttl_s`: how long the copy may take. `recompute_s_per_token`: what
-        a miss costs. `load_timeout_s`: how long the copy may wait for blocks that are on a slower tier now. Raises
-        ValueError or TypeError for a prompt that is none.
+        a miss costs. `load_timeout_s`: how long the copy may wait for blocks that are on a slower tier now. None takes
+        the client's option. Raises ValueError or TypeError for a prompt that is none.
         """
         options = self.options
         if ttl_s is None:
@@ -164,6 +164,8 @@ class Client:
             timeout_s = options.timeout_s
         if load_timeout_s is None:
             load_timeout_s = options.load_timeout_s
+        if recompute_s_per_token is None:
+            recompute_s_per_token = options.recompute_s_per_token
         wish = (max_tokens, from_token, ttl_s, recompute_s_per_token, timeout_s, load_timeout_s)
         return acquire.acquire(self._link, ns, prompt, wish)
 

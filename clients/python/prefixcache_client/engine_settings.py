@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from prefixcache.identity.keys import KEY_BYTES
+from prefixcache_client.options import ClientOptions
 
 PREFIX: Final = "prefixcache."
 
@@ -17,11 +18,20 @@ PREFIX: Final = "prefixcache."
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """What every adapter takes. `address`: of the daemon, "" for PREFIXCACHE_ADDRESS or the default socket. `tenant`: a
-    name that separates; `tenant_key_file`: a file of 64 hex digits, a secret that separates better."""
+    name that separates; `tenant_key_file`: a file of 64 hex digits, a secret that separates better.
+    `recompute_s_per_token`: what a token of a prompt costs this engine to compute; what would come later from disk is
+    computed then. 0: not known."""
 
     address: str = ""
     tenant: str = ""
     tenant_key_file: str = ""
+    recompute_s_per_token: float = 0.0
+
+    def limits(self, ask_timeout_s: float, name: str, **others: Any) -> ClientOptions:
+        """Options of a client of this engine. Raises ValueError for what cannot be."""
+        return ClientOptions(
+            timeout_s=ask_timeout_s, client_name=name, recompute_s_per_token=self.recompute_s_per_token, **others
+        )
 
     def tenant_key(self) -> bytes | None:
         """The secret in `tenant_key_file`; None where there is none. Raises ValueError or OSError."""

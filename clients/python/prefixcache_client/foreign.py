@@ -114,13 +114,14 @@ class ForeignCache:
         timeout_s: float | None = None,
         ttl_s: float | None = None,
         load_timeout_s: float | None = None,
-        recompute_s_per_token: float = 0.0,
+        recompute_s_per_token: float | None = None,
     ) -> "ForeignLease":
         """Lease those of the keys that are stored, for a `with`; answers at once, also where some are on disk.
 
         `load_timeout_s`: how long `copy_to` may wait for keys that are on disk; with 0 only what is in memory is
         leased. `recompute_s_per_token`: what a miss costs; keys that would come later than that are not leased
-        (`reason` says `slower_than_recompute`). `ttl_s`: how long the copy may take. Never raises because of the cache.
+        (`reason` says `slower_than_recompute`). `ttl_s`: how long the copy may take. None takes the
+        client's option. Never raises because of the cache.
         """
         ns, epoch, link = self.ns, self.ns.epoch, self._link
         if not keys or ns.reason_off:
@@ -128,6 +129,8 @@ class ForeignCache:
         ttl_s = link.options.lease_ttl_s if ttl_s is None else ttl_s
         lease_id, began = new_id(), time.monotonic()
         load_timeout_s = link.options.load_timeout_s if load_timeout_s is None else load_timeout_s
+        if recompute_s_per_token is None:
+            recompute_s_per_token = link.options.recompute_s_per_token
         request = cache_pb2.AcquireRequest(
             lease=lease_id,
             keys=self.pack(keys),

@@ -1,5 +1,6 @@
 """What a client can be told, with defaults that suit an engine's request path. Plain data."""
 
+import math
 from dataclasses import dataclass
 
 from prefixcache_client.devices import AUTO
@@ -10,7 +11,9 @@ class ClientOptions:
     """Limits of one client; times in seconds.
 
     `timeout_s` bounds every call on a request's path, connecting included. `load_timeout_s` is how long a lease waits
-    for blocks that have to come from a slower tier; 0 takes only what is in memory. `store_timeout_s` bounds the calls
+    for blocks that have to come from a slower tier; 0 takes only what is in memory. `recompute_s_per_token` is what a
+    token costs to compute: a lease takes from a slower tier only what comes faster than that; 0, not known, takes all
+    that comes in `load_timeout_s`. `store_timeout_s` bounds the calls
     of a store, and `stream_timeout_s` a whole stream of blocks where memory cannot be shared. `breaker_threshold`
     failures in a row open the circuit breaker for `breaker_open_s`, doubling up to `breaker_max_open_s`. `lease_ttl_s`
     and `reservation_ttl_s` of 0 take the server's defaults. `local_channel` False goes by gRPC alone. `store_queue`
@@ -22,6 +25,7 @@ class ClientOptions:
 
     timeout_s: float = 1.0
     load_timeout_s: float = 1.0
+    recompute_s_per_token: float = 0.0
     store_timeout_s: float = 2.0
     stream_timeout_s: float = 10.0
     breaker_threshold: int = 3
@@ -40,3 +44,5 @@ class ClientOptions:
             raise ValueError("timeouts must be above zero")
         if min(self.lease_ttl_s, self.reservation_ttl_s, self.load_timeout_s) < 0 or self.store_queue < 1:
             raise ValueError("times to live must not be negative, and the store queue holds at least one")
+        if not 0 <= self.recompute_s_per_token < math.inf:
+            raise ValueError(f"recompute_s_per_token must be 0 (not known) or above, got {self.recompute_s_per_token}")

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache import hicache_storage as base
 from prefixcache.identity.canonical import CanonicalError, Value
 from prefixcache.identity.fingerprint import IdentityError, NamespaceIdentity
 from prefixcache.identity.layout import LayoutError
-from prefixcache_client import Client, ClientOptions, Namespace
+from prefixcache_client import Client, Namespace
 from prefixcache_sglang import hits, placing, weights
 from prefixcache_sglang.counting import Counts, Numbers, Transferred
 from prefixcache_sglang.facts import CannotShareError, EngineFacts, engine_facts, running_settings
@@ -67,11 +67,11 @@ class PrefixCacheStorage(base.HiCacheStorage):  # type: ignore[misc] # no SGLang
             self.reason_off = error.reason
             log.warning("prefixcache is off: %s", error)
         label = self._facts.label if self._facts is not None else "off"
-        limits = ClientOptions(
-            timeout_s=options.ask_timeout_s,
+        limits = options.limits(
+            options.ask_timeout_s,
+            f"sglang {label} tp{storage_config.tp_rank}",
             store_timeout_s=options.store_timeout_s,
             load_timeout_s=options.load_timeout_s,
-            client_name=f"sglang {label} tp{storage_config.tp_rank}",
             device="",
         )
         self._client = Client(options.address or None, limits)

@@ -23,7 +23,9 @@ from prefixcache_vllm.options import Options, read_options
 
 ENGINE: Final = "vllm"
 _SAFE_HASHES: Final = {"sha256", "sha256_cbor"}
-_TAKEN: Final = {"address", "tenant", "tenant_key_file", "ask_timeout_s", "load_timeout_s", "save_queue"}
+_TAKEN: Final = {
+    *("address", "tenant", "tenant_key_file", "recompute_s_per_token", "ask_timeout_s", "load_timeout_s", "save_queue")
+}
 _PARALLEL: Final = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 
 

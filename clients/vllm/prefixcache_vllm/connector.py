@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-from prefixcache_client import Client, ClientOptions
+from prefixcache_client import Client
 from prefixcache_vllm.announcing import Announcements
 from prefixcache_vllm.asking import DaemonAsker
 from prefixcache_vllm.draft_identity import DraftModel, draft_identity
@@ -83,7 +83,7 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
             self.reason_off = error.reason
             log.warning("prefixcache is off: %s", error)
             return
-        limits = ClientOptions(timeout_s=options.ask_timeout_s, client_name=f"vllm {engine.label}")
+        limits = options.limits(options.ask_timeout_s, f"vllm {engine.label}")
         client = Client(options.address or None, limits)
         if role is base.KVConnectorRole.SCHEDULER:
             self._schedule(vllm_config, engine, options, client)

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import LookupResult, OffloadingCounterMetadata, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from prefixcache_client import Client, ClientOptions
+from prefixcache_client import Client
 from prefixcache_vllm.chunks import Engine, callers_configs, chained_groups, chunk_cache, tier_options
 from prefixcache_vllm.identity import CannotShareError
 from prefixcache_vllm.keyorder import in_prefix_order
@@ -61,7 +61,7 @@ class PrefixCacheTier(SecondaryTierManager):  # type: ignore[misc] # no vLLM whe
     def _make(self, spec: Any, view: memoryview, options: Options) -> Spill:
         engine = Engine(*callers_configs(), _build())
         rows = np.asarray(view).view(np.uint8)
-        limits = ClientOptions(timeout_s=options.ask_timeout_s, client_name=f"vllm tier {spec.config.model.name}")
+        limits = options.limits(options.ask_timeout_s, f"vllm tier {spec.config.model.name}")
         client = Client(options.address or None, limits)
         cache = chunk_cache(client, engine, spec, rows.shape[1], options)
         self._chained = chained_groups(engine.kv_cache_config)

@@ -165,6 +165,11 @@ def test_pages_that_left_memory_come_back_from_disk(settings: Any, tmp_path: Pat
             fill(pool, 99)
             assert backend.batch_get_v1(keys(6, f"{batch}"), indices(pool, range(6))) == [True] * 6, batch
             assert [raw(pool.page(page)) for page in range(6)] == wanted[batch]
+        fast = PrefixCacheStorage(Config(extra_config=said | {"prefixcache.recompute_s_per_token": 1e-9}))
+        fast.register_mem_pool_host(pool)
+        assert fast.batch_get_v1(keys(6, "0"), indices(pool, range(6))) == [False] * 6, "it computes them sooner"
+        assert fast.numbers.not_loaded == {"slower_than_recompute": 6}
+        fast.close()
     finally:
         backend.close()
         stop_daemon(small)

@@ -30,6 +30,13 @@ def test_refuses(extra: dict[str, object], word: str) -> None:
         read_options(extra)
 
 
+def test_what_a_token_costs_is_told_by_every_client_of_the_engine() -> None:
+    limits = read_options({"prefixcache.recompute_s_per_token": 0.001}).limits(0.5, "vllm")
+    assert (limits.recompute_s_per_token, limits.timeout_s, limits.client_name) == (0.001, 0.5, "vllm")
+    with pytest.raises(ValueError, match="recompute_s_per_token"):
+        read_options({"prefixcache.recompute_s_per_token": -1}).limits(0.5, "vllm")
+
+
 def test_tenant_key(tmp_path: Path) -> None:
     assert Options().tenant_key() is None
     file = tmp_path / "key"

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-from prefixcache.core.ledger import Stats
 from prefixcache.core.planner import Planner
 from prefixcache.core.reasons import DiskDrop
 from prefixcache.v1 import admin_pb2 as pb
@@ -74,8 +73,15 @@ class DiskReport:
             answer.state = "on" if status.health.writes_off is None else "failing"
         return answer
 
-    def counters(self, stats: Stats) -> Iterable[pb.Counter]:
-        """Counters that only a daemon with a disk has."""
+    def counters(self, planner: Planner) -> Iterable[pb.Counter]:
+        """Counters that only a daemon with a disk has. Call it with the owner's lock held."""
+        stats = planner.state.stats
+        if planner.loader is not None:  # what loads are decided by
+            meter = planner.loader.meter
+            yield pb.Counter(name="disk_load_bytes_per_s", value=int(meter.bytes_per_s))
+            yield pb.Counter(name="disk_loading_bytes", value=meter.pending_bytes)
+        if self._tier is not None:
+            yield pb.Counter(name="disk_write_queue_bytes", value=self._tier.status().queued_write_bytes)
         for name in ("blocks_demoted", "blocks_loaded", "blocks_recovered"):
             yield pb.Counter(name=name, value=getattr(stats, name))
         for drop, count in stats.disk_drops.items():

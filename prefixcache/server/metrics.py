@@ -17,8 +17,8 @@ from prefixcache.v1 import common_pb2 as common
 
 _GAUGES = frozenset(
     {
-        "disk_write_amplification_permille", "slots_quarantined", "sessions_open", "background_orders", "pins",
-        "watchers",
+        "disk_write_amplification_permille", "disk_probed_bytes_per_s", "disk_load_bytes_per_s", "disk_loading_bytes",
+        "disk_write_queue_bytes", "slots_quarantined", "sessions_open", "background_orders", "pins", "watchers",
     }
 )  # fmt: skip
 _TIERS = ("gpu", "host", "disk", "peer")
@@ -65,6 +65,8 @@ class Metrics(Collector):
         if any(tier.tier == common.TIER_DISK for tier in stats.tiers):
             yield _labelled(stats.counters, "disk_drops", ["reason"])
             yield _labelled(stats.counters, "disk_recovery", ["finding"])
+            yield _labelled(stats.counters, "disk_kept_raw", ["reason"])
+            yield _labelled(stats.counters, "disk_packed_bytes", ["form"])
             for name in ("disk_writes", "disk_reads"):
                 yield _labelled(stats.counters, name, ["outcome"])
 
@@ -101,6 +103,7 @@ def _tiers(tiers: Iterable[pb.TierStats]) -> Iterator[Metric]:
     blocks = GaugeMetricFamily("prefixcache_tier_blocks", "Visible blocks", labels=["tier"])
     evicted = CounterMetricFamily("prefixcache_tier_evicted_blocks", "Blocks evicted", labels=["tier"])
     works = GaugeMetricFamily("prefixcache_tier_on", "1 while the tier works as it should", labels=["tier"])
+    why = GaugeMetricFamily("prefixcache_tier_trouble", "1 for why a tier is not on", labels=["tier", "reason"])
     for tier in _by_tier(tiers):
         name = common.Tier.Name(tier.tier).removeprefix("TIER_").lower()
         for kind in _KINDS:
@@ -108,15 +111,18 @@ def _tiers(tiers: Iterable[pb.TierStats]) -> Iterator[Metric]:
         blocks.add_metric([name], tier.blocks)
         evicted.add_metric([name], tier.evicted_blocks)
         works.add_metric([name], float(tier.state == "on"))
-    yield from (by_kind, blocks, evicted, works)
+        if tier.state != "on":
+            why.add_metric([name, tier.detail], 1.0)
+    yield from (by_kind, blocks, evicted, works, why)
 
 
 def _by_tier(rows: Iterable[pb.TierStats]) -> Iterable[pb.TierStats]:
     """One row a tier: GPU pools are added up, and the tier is on when all of them are."""
     sums: dict[int, pb.TierStats] = {}
     for row in rows:
-        known = sums.setdefault(row.tier, pb.TierStats(tier=row.tier, state=row.state))
-        known.state = known.state if row.state == "on" else row.state
+        known = sums.setdefault(row.tier, pb.TierStats(tier=row.tier, state=row.state, detail=row.detail))
+        if row.state != "on":
+            known.state, known.detail = row.state, row.detail
         for field in (*(f"{kind}_bytes" for kind in _KINDS), "blocks", "evicted_blocks"):
             setattr(known, field, getattr(known, field) + getattr(row, field))
     return sums.values()

@@ -72,7 +72,7 @@ class Statistics:
             response.tiers.append(self._host_tier(stats))
             if self.disk is not None:
                 response.tiers.append(self.disk.tier_stats(self._planner))
-                response.counters.extend(self.disk.counters(stats))
+                response.counters.extend(self.disk.counters(self._planner))
             response.namespaces.extend(self._namespaces())
             response.counters.extend(_core_counters(stats))
             response.counters.append(pb.Counter(name="pins", value=len(self._planner.state.prefix_pins)))

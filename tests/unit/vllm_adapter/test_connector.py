@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from prefixcache.v1 import admin_pb2, admin_pb2_grpc
+from prefixcache_client import acquire
 from tests.e2e.processes import DaemonProcess, wait_until
 from tests.unit.vllm_adapter import stub_vllm
 from tests.unit.vllm_adapter.fakes import FakeRequest, step
@@ -41,7 +42,10 @@ class Engine:
         config.device_config = SimpleNamespace(device_type="cuda")
         config.kv_events_config = SimpleNamespace(enable_kv_cache_events=True)
         config.kv_transfer_config = SimpleNamespace(
-            kv_connector_extra_config={"prefixcache.address": f"unix://{daemon.socket}"}, is_kv_consumer=True,
+            kv_connector_extra_config={
+                "prefixcache.address": f"unix://{daemon.socket}", "prefixcache.recompute_s_per_token": 0.002,
+            },
+            is_kv_consumer=True,
             is_kv_producer=True, kv_load_failure_policy="fail",
         )  # fmt: skip
         roles = sys.modules["vllm.distributed.kv_transfer.kv_connector.v1.base"].KVConnectorRole
@@ -166,6 +170,19 @@ def test_what_the_daemon_drops_is_told(engine: Engine, daemon: DaemonProcess) ->
     stored = {key for event in told if hasattr(event, "token_ids") for key in event.block_hashes}
     assert len(stored) == 3
     assert wait_until(lambda: dropped() == stored)
+
+
+def test_the_daemon_is_told_what_a_token_costs_to_compute(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float] = []
+    ask = acquire.acquire
+
+    def listen(link: Any, ns: Any, prompt: Any, wish: acquire.Wish) -> Any:
+        told.append(wish[3])
+        return ask(link, ns, prompt, wish)
+
+    monkeypatch.setattr(acquire, "acquire", listen)
+    engine.matched(FakeRequest("a", list(range(1, 201))))
+    assert told == [0.002]
 
 
 def test_a_load_without_its_daemon_is_reported(engine: Engine, daemon: DaemonProcess) -> None:

@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from prefixcache_client import Blocks, Client
+from prefixcache_client.paths import MappedPath
 from prefixcache_client.reasons import reason_name
 from tests.e2e.processes import DaemonProcess, wait_until
 from tests.e2e.test_daemon_process import stats_of
@@ -31,7 +33,7 @@ from tests.e2e.test_disk import (
     tier,
     tokens,
 )
-from tests.issues.workers import BLOCK_BYTES, BLOCK_TOKENS, namespace
+from tests.issues.workers import BLOCK_BYTES, BLOCK_TOKENS, bytes_of, namespace
 
 PAGE = 4096
 pytestmark = pytest.mark.slow
@@ -193,6 +195,41 @@ def test_the_first_request_after_a_start_knows_how_fast_the_disk_is(
         assert bool(got) is loads
         assert lease.reason == ("" if loads else "slower_than_recompute")
     assert cost_s <= 1.05 * BLOCKS * block_s
+
+
+def test_blocks_are_copied_while_later_ones_are_still_read(
+    daemons: Daemons, faults: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt of 6 MiB the first 2 MiB are read alone, then the rest. Two readers may begin in either order, so of
+    three prompts one has to show it."""
+    long, record_s = 3 * BLOCKS, 0.4
+    daemon = daemons.start("--disk-stall=60s")
+    copied_at: list[float] = []
+    copy = MappedPath.load
+
+    def timed(self: MappedPath, *asked: Any) -> int:
+        size = copy(self, *asked)
+        copied_at.append(time.monotonic())
+        return size
+
+    monkeypatch.setattr(MappedPath, "load", timed)
+    with Client(address(daemon), OPTIONS) as client:
+        ns = namespace(client)
+        for prompt in (101, 102, 103):
+            assert client.store(ns, tokens(prompt, long), Blocks(bytes_of(prompt, long))).stored_blocks == long
+            flush(daemon)
+        fill(client, daemon)
+        (faults / "record_s").write_text(str(record_s))
+        early_s = []
+        for prompt in (101, 102, 103):
+            target = np.zeros((long, BLOCK_BYTES), np.uint8)
+            copied_at.clear()
+            with client.acquire(ns, tokens(prompt, long)) as lease:
+                assert lease.tokens_by_tier["disk"] == long * BLOCK_TOKENS
+                assert lease.copy_to(Blocks(target))
+            assert np.array_equal(target, bytes_of(prompt, long))
+            early_s.append(copied_at[-1] - copied_at[0])
+    assert max(early_s) > 1.5 * record_s, "the rest takes twice that to read"
 
 
 def test_another_format_version_is_refused(daemons: Daemons, tmp_path: Path) -> None:

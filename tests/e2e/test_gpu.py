@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from prefixcache.v1 import admin_pb2, common_pb2
-from prefixcache_client import Blocks, Client, ClientOptions
+from prefixcache_client import Blocks, Client, ClientOptions, Namespace
 from tests.e2e.processes import DaemonProcess, wait_until
 from tests.e2e.test_daemon_process import stats_of
-from tests.issues.workers import BLOCK_BYTES, BLOCK_TOKENS, bytes_of, namespace
+from tests.issues.workers import BLOCK_BYTES, BLOCK_TOKENS, LAYOUT, bytes_of, namespace
 
 BLOCKS = 8  # of 128 KiB: 1 MiB a prompt
 ON_GPU = ClientOptions(timeout_s=10.0, store_timeout_s=20.0, device="cpu")
@@ -114,6 +114,44 @@ def test_a_block_can_be_looked_at_where_it_is(daemon: DaemonProcess) -> None:
                 assert np.array_equal(seen, bytes_of(0, BLOCKS)[2])
                 assert not seen.flags.writeable
             assert lease.valid()
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_coded_blocks_are_decoded_from_gpu_memory_as_from_the_host(daemon: DaemonProcess, codec: str) -> None:
+    with Client(address(daemon), ON_GPU) as client, Client(address(daemon), OFF_GPU) as other:
+        spaces = [each.namespace(LAYOUT, b"w" * 32, block_tokens=BLOCK_TOKENS, codec=codec) for each in (client, other)]
+        numbers = np.random.default_rng(1).normal(size=(BLOCKS, BLOCK_BYTES // 4)).astype(np.float32).view(np.uint8)
+
+        def stored() -> bool:
+            return client.store(spaces[0], tokens(0), Blocks(numbers)).stored_blocks == BLOCKS
+
+        def loaded(by: Client, space: Namespace) -> tuple[dict[str, int], bytes]:
+            target = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
+            with by.acquire(space, tokens(0)) as lease:
+                tiers = lease.tokens_by_tier
+                assert lease.copy_to(Blocks(target))
+            return {tier: count for tier, count in tiers.items() if count}, target.tobytes()
+
+        assert wait_until(stored)
+        everywhere = BLOCKS * BLOCK_TOKENS
+        assert wait_until(lambda: loaded(client, spaces[0])[0] == {"gpu": everywhere})
+        (near, there), (far, here) = loaded(client, spaces[0]), loaded(other, spaces[1])
+        assert (near, far) == ({"gpu": everywhere}, {"host": everywhere})
+        assert there == here
+        row = tier(stats_of(daemon))
+        assert row.used_bytes < BLOCKS * BLOCK_BYTES // 2, "it is the smaller form that was copied up"
+
+
+def test_another_process_copies_by_ticket_what_lies_in_gpu_memory(daemon: DaemonProcess) -> None:
+    with Client(address(daemon), ON_GPU) as client, Client(address(daemon), ON_GPU) as other:
+        store(client, 0)
+        assert climb(client, 0)
+        target = np.zeros((BLOCKS, BLOCK_BYTES), np.uint8)
+        with client.acquire(namespace(client), tokens(0)) as lease:
+            ticket = lease.ticket()
+            assert ticket is not None
+            assert other.copy_by_ticket(namespace(other), ticket, Blocks(target))
+        assert np.array_equal(target, bytes_of(0, BLOCKS))
 
 
 def test_more_than_the_pool_holds_goes_up_in_turns(folder: Path) -> None:

@@ -13,7 +13,7 @@ What is done with records: disk_orders.
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -106,6 +106,8 @@ class DiskStore:
         if self._recovery.ident is not None:
             self._recovery.join(_CLOSE_S)
         closed = [tier.close(_CLOSE_S) for tier in (self._leaving, self.tier) if tier is not None]
+        if all(closed):
+            self._orders.let_go()
         return all(closed)
 
     def spec(self) -> DiskSpec:
@@ -273,15 +275,14 @@ def flush(owner: Owner, demoter: Demoter, timeout_s: float, hurry: threading.Eve
         hurry.wait(_FLUSH_LOOK_S)
 
 
-def _in_pieces(entries: Entries, *, joined: bool) -> Iterator[Entries]:
+def _in_pieces(entries: Entries, *, joined: bool) -> list[Entries]:
     """For one DiskRecovered each: as many as cost so much. joined: what follows each other becomes one node, a record
     a block."""
     costs = np.full(len(entries), _ALONE_COSTS)
     if joined:  # newest first: what follows a block stands before it
         costs[:-1][(entries["parent"][:-1] == entries["key"][1:]).all(axis=1)] = 1
     spent = np.cumsum(costs)
-    cuts = np.flatnonzero(np.diff(spent // _TOLD_AT_ONCE)) + 1
-    return iter(np.split(entries, cuts))
+    return np.split(entries, np.flatnonzero(np.diff(spent // _TOLD_AT_ONCE)) + 1)
 
 
 def _empty(segments: tuple[int, ...]) -> e.DiskRecovered:

@@ -76,6 +76,10 @@ class DiskOrders:
         if self._worker.ident is not None:
             self._worker.join(_CLOSE_S)
 
+    def let_go(self) -> None:
+        """Nothing moves any more: a view of the pool would keep it mapped."""
+        self._memory = np.zeros(0, np.uint8)
+
     def pass_all(self) -> bool:
         """Wait until everything that was ordered before now has been begun."""
         passed = threading.Event()

@@ -80,8 +80,6 @@ class DiskReport:
             meter = planner.loader.meter
             yield pb.Counter(name="disk_load_bytes_per_s", value=int(meter.bytes_per_s))
             yield pb.Counter(name="disk_loading_bytes", value=meter.pending_bytes)
-        if self._tier is not None:
-            yield pb.Counter(name="disk_write_queue_bytes", value=self._tier.status().queued_write_bytes)
         for name in ("blocks_demoted", "blocks_loaded", "blocks_recovered"):
             yield pb.Counter(name=name, value=getattr(stats, name))
         for drop, count in stats.disk_drops.items():

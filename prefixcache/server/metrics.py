@@ -18,7 +18,7 @@ from prefixcache.v1 import common_pb2 as common
 _GAUGES = frozenset(
     {
         "disk_write_amplification_permille", "disk_probed_bytes_per_s", "disk_load_bytes_per_s", "disk_loading_bytes",
-        "disk_write_queue_bytes", "slots_quarantined", "sessions_open", "background_orders", "pins", "watchers",
+        "slots_quarantined", "sessions_open", "background_orders", "pins", "watchers",
     }
 )  # fmt: skip
 _TIERS = ("gpu", "host", "disk", "peer")

@@ -1,6 +1,5 @@
 """The daemon is killed with -9 under load and started again: workers see misses, never an exception or a wrong byte."""
 
-import gc
 import os
 import threading
 from pathlib import Path
@@ -58,7 +57,6 @@ class Load:
 
 
 def test_workers_carry_on(tmp_path: Path) -> None:
-    gc.collect()  # a daemon with a disk that another test ran in this process leaves its pool to the collector
     shared = set(os.listdir("/dev/shm"))
     size = str(64 * BLOCK_BYTES)
     daemon = DaemonProcess(tmp_path, host_bytes=size)

@@ -17,15 +17,13 @@ from prefixcache.identity.canonical import Value
 from prefixcache.identity.fingerprint import IdentityError
 from prefixcache.identity.layout import LayoutError
 from prefixcache_client import Client, ForeignCache
-from prefixcache_client.engine_settings import PREFIX
+from prefixcache_client.engine_settings import PREFIX, EngineSettings
 from prefixcache_vllm.identity import CannotShareError, EngineIdentity, engine_identity
 from prefixcache_vllm.options import Options, read_options
 
 ENGINE: Final = "vllm"
 _SAFE_HASHES: Final = {"sha256", "sha256_cbor"}
-_TAKEN: Final = {
-    *("address", "tenant", "tenant_key_file", "recompute_s_per_token", "ask_timeout_s", "load_timeout_s", "save_queue")
-}
+_TAKEN: Final = {each.name for each in fields(EngineSettings)} | {"ask_timeout_s", "load_timeout_s", "save_queue"}
 _PARALLEL: Final = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 
 

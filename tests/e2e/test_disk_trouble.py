@@ -200,8 +200,8 @@ def test_the_first_request_after_a_start_knows_how_fast_the_disk_is(
 def test_blocks_are_copied_while_later_ones_are_still_read(
     daemons: Daemons, faults: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a prompt of 6 MiB the first 2 MiB are read alone, then the rest. Two readers may begin in either order, so of
-    three prompts one has to show it."""
+    """Of a prompt of 6 MiB the first 2 MiB are read alone, then the rest. On a busy machine the reader of the rest may
+    be first at the disk, so of three prompts one has to show it."""
     long, record_s = 3 * BLOCKS, 0.4
     daemon = daemons.start("--disk-stall=60s")
     copied_at: list[float] = []

@@ -69,6 +69,11 @@ class Directory:
             self.require()
         return self.disk.open(self.file(segment_name(number)), create=create, direct=self.direct)
 
+    def open_to_scan(self, number: int) -> int:
+        """Descriptor of a segment file for reads through the page cache, which can be asked for ahead. Raises
+        OSError."""
+        return self.disk.open(self.file(segment_name(number)), write=False)
+
     def whereabouts(self) -> "Whereabouts":
         """Whether the path still leads to this directory and its format file, or to something else."""
         try:

@@ -1,29 +1,42 @@
 """Fetches the footers of sealed segments, a few ahead of whoever wants them: a restart waits for the disk, not in turn.
 
-What the entries mean is not known here. Without reader threads everything happens when it is asked for.
+The kernel reads ahead, through its page cache, so that one thread can ask for many: threads with direct calls of their
+own take three times as long and six times the processor, most of it for handing the interpreter to each other.
+What the entries mean is not known here.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from prefixcache_offload.disk.records import PAGE, Bytes, Entries, read_footer, read_trailer
-from prefixcache_offload.disk.seam import read_fully, scratch
+from prefixcache_offload.disk.seam import Buffer, read_fully, scratch
 from prefixcache_offload.disk.segments import Segment
 from prefixcache_offload.disk.shared import Shared
 
 _TAIL_BYTES = 32 << 10
 """Trailer and footer of a segment of 2 MiB blocks in one read."""
-_THREADS = 4
-_MOST_AHEAD = 16
+_AHEAD = 16
 
-Ask = Callable[[], Entries | None]
-"""The footer's entries, or None if it is not good. Raises OSError."""
+
+class _Asked(NamedTuple):
+    """A held segment and the descriptor its footer is read by, or why there is none."""
+
+    segment: Segment
+    fd: int
+    failed: OSError | None = None
+
+
+class Footer(NamedTuple):
+    """What came of a held segment: the entries, None if its footer is not good; or why it cannot be read now."""
+
+    segment: Segment
+    entries: Entries | None
+    failed: OSError | None = None
 
 
 class Footers:
@@ -31,23 +44,24 @@ class Footers:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self.ahead = _MOST_AHEAD if shared.options.readers else 0
-        self._pool = ThreadPoolExecutor(_THREADS, "disk-footers") if self.ahead else None
-        self._queue: deque[tuple[Segment, Ask, Callable[[], bool]]] = deque()
+        self._queue: deque[_Asked] = deque()
+        self._tail = scratch(_TAIL_BYTES)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-        while self._queue:
-            self._let_go(self._queue.popleft()[0])
+        self._let_go(self._queue)
 
     @property
     def waiting(self) -> int:
         """Segments asked for and not taken."""
         return len(self._queue)
+
+    @property
+    def enough(self) -> bool:
+        """Whether as many are waiting as are worth it."""
+        return len(self._queue) >= _AHEAD
 
     def ask(self, number: int) -> None:
         """Begin to fetch a segment's footer; nothing happens if the segment is gone."""
@@ -55,53 +69,76 @@ class Footers:
             segment = self._shared.table.hold(number)
         if segment is None:
             return
-        if self._pool is not None:
-            future = self._pool.submit(footer_of, self._shared, segment)
-            self._queue.append((segment, future.result, future.done))
+        disk = self._shared.disk
+        try:
+            with self._shared.calling():
+                fd = self._shared.directory.open_to_scan(number)
+                disk.read_ahead(fd, max(segment.size_bytes - _TAIL_BYTES, 0), _TAIL_BYTES)
+        except OSError as error:
+            self._queue.append(_Asked(segment, -1, error))
         else:
-            self._queue.append((segment, lambda: footer_of(self._shared, segment), lambda: False))
+            self._queue.append(_Asked(segment, fd))
 
     @contextmanager
-    def next(self, most: int) -> Iterator[list[tuple[Segment, Ask]]]:
-        """The segment asked for first, and of those behind it what has come by now, `most` of them: held for as long
-        as the block runs, with their footers."""
-        taken = [self._queue.popleft()[:2]]
-        while self._queue and len(taken) < most and self._queue[0][2]():
-            taken.append(self._queue.popleft()[:2])
+    def next(self, most: int) -> Iterator[list[Footer]]:
+        """The segment asked for first, and of those behind it what has come by now, `most` of them: held for as long as
+        the block runs."""
+        taken: list[_Asked] = []
+        footers: list[Footer] = []
         try:
-            yield taken
+            while self._queue and len(taken) < most:
+                footer = self._fetched(self._queue[0], wait=not taken)
+                if footer is None:
+                    break
+                taken.append(self._queue.popleft())
+                footers.append(footer)
+            yield footers
         finally:
-            self._let_go(*(segment for segment, _ in taken))
+            self._let_go(taken)
 
-    def _let_go(self, *segments: Segment) -> None:
+    def _fetched(self, asked: _Asked, *, wait: bool) -> Footer | None:
+        """None where it would have to be waited for: what came before it can be told meanwhile."""
+        segment, fd = asked.segment, asked.fd
+        if asked.failed is not None:
+            return Footer(segment, None, asked.failed)
+        tail = self._tail[: min(segment.size_bytes, _TAIL_BYTES)]
+        offset = segment.size_bytes - len(tail)
+        try:
+            if not wait and self._shared.disk.pread_now(fd, [tail], offset) < len(tail):
+                return None
+            got = _read(self._shared, fd, tail, offset) if wait else np.frombuffer(tail, np.uint8)
+            return Footer(segment, _footer_of(self._shared, segment, fd, got))
+        except OSError as error:
+            return Footer(segment, None, error)
+
+    def _let_go(self, asked: Collection[_Asked]) -> None:
         with self._shared.lock:
-            fds = [fd for segment in segments for fd in self._shared.table.let_go(segment)]
-        self._shared.close_fds(fds)
+            fds = [fd for each in asked for fd in self._shared.table.let_go(each.segment)]
+        self._shared.close_fds([*fds, *(each.fd for each in asked if each.failed is None)])
 
 
-def footer_of(shared: Shared, segment: Segment) -> Entries | None:
-    """The entries of a held segment out of its footer, or None if there is no good one. Raises OSError."""
+def _footer_of(shared: Shared, segment: Segment, fd: int, tail: Bytes) -> Entries | None:
+    """The entries of a held segment, or None if it has no good footer. tail: the end of its file. Raises OSError."""
     size = segment.size_bytes
-    if size < PAGE or size % PAGE:
-        return None
-    tail_bytes = min(size, _TAIL_BYTES)
-    tail = read_piece(shared, segment, size - tail_bytes, tail_bytes)
-    if tail.size < tail_bytes:
+    if size < PAGE or size % PAGE or tail.size < min(size, _TAIL_BYTES):
         return None
     trailer = read_trailer(tail[-PAGE:], segment.number, size, shared.directory.nonce)
     if trailer is None:
         return None
     start = int(trailer["footer_page"]) * PAGE
-    if start >= size - tail_bytes:
-        raw = tail[start - (size - tail_bytes) : -PAGE]
+    if start >= size - tail.size:
+        raw = tail[start - (size - tail.size) : -PAGE]
     else:
-        raw = read_piece(shared, segment, start, size - PAGE - start)
+        raw = _read(shared, fd, scratch(size - PAGE - start), start)
     return read_footer(raw, trailer)
 
 
 def read_piece(shared: Shared, segment: Segment, offset: int, size_bytes: int) -> Bytes:
     """So many bytes of a held segment, u8, fewer at the end of the file. Raises OSError."""
-    buffer = scratch(size_bytes)
+    return _read(shared, shared.table.fd(segment), scratch(size_bytes), offset)
+
+
+def _read(shared: Shared, fd: int, buffer: Buffer, offset: int) -> Bytes:
     with shared.calling():
-        got = read_fully(shared.disk, shared.table.fd(segment), [buffer], offset)
+        got = read_fully(shared.disk, fd, [buffer], offset)
     return np.frombuffer(buffer, np.uint8)[:got]

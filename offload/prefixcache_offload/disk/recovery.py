@@ -5,14 +5,14 @@ unread can revoke a record that was told. Of two records of one name the newer i
 block can be served (is its whole chain known) is for the caller to say; `orphans` helps.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache_offload.disk.footers import Footers, read_piece
+from prefixcache_offload.disk.footers import Footer, Footers, read_piece
 from prefixcache_offload.disk.records import (
     ENTRY,
     KEY_BYTES,
@@ -90,21 +90,23 @@ class Recovery:
         found.sort()
         with Footers(shared) as footers:
             while found or footers.waiting:
-                while found and footers.waiting <= footers.ahead:
+                while found and not footers.enough:
                     footers.ask(found.pop())
                 if not footers.waiting:
                     continue
                 with footers.next(_AT_ONCE) as taken:
-                    entries = self._judged([(each, self._read(each, ask)) for each, ask in taken])
-                    yield Recovered([each.number for each, _ in taken], entries, len(found) + footers.waiting)
+                    entries = self._judged([(footer.segment, self._read(footer)) for footer in taken])
+                    numbers = [footer.segment.number for footer in taken]
+                    yield Recovered(numbers, entries, len(found) + footers.waiting)
 
-    def _read(self, segment: Segment, ask: Callable[[], Entries | None]) -> Entries | None:
+    def _read(self, footer: Footer) -> Entries | None:
         """What is in a held segment, newest sequence first; None if that cannot be read now."""
+        segment = footer.segment
         self.counters.segments += 1
         self._sealed = False
         entries: Entries | None = None
         try:
-            entries = self._entries(segment, ask)
+            entries = self._entries(footer)
             self._learn_tombstones(segment, entries)
         except OSError:
             self.counters.unreadable += 1
@@ -147,13 +149,14 @@ class Recovery:
                 self._remove(segment)
         return every
 
-    def _entries(self, segment: Segment, ask: Callable[[], Entries | None]) -> Entries:
+    def _entries(self, footer: Footer) -> Entries:
         """From the footer, or from a scan; the segment is sealed after that if it can be. Raises OSError."""
-        shared = self._shared
-        entries = ask()
-        if entries is not None:
+        shared, segment = self._shared, footer.segment
+        if footer.failed is not None:
+            raise footer.failed
+        if footer.entries is not None:
             self._sealed = True
-            return entries
+            return footer.entries
         self.counters.scanned += 1
         with shared.calling(patience=_SCAN_PATIENCE):
             found = scan(shared.disk, shared.table.fd(segment), segment.number, shared.directory.nonce)

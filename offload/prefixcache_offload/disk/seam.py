@@ -38,6 +38,14 @@ class Disk(Protocol):
         """Fill the buffers in turn; answer the bytes, fewer at the end of the file."""
         ...
 
+    def read_ahead(self, fd: int, offset: int, size_bytes: int) -> None:
+        """Begin to fetch what will be read soon through the page cache. Waits for nothing, and promises nothing."""
+        ...
+
+    def pread_now(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        """As pread of what the page cache holds; 0 where that would wait, or where nobody can tell."""
+        ...
+
     def pwrite(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         """Write the buffers in turn; answer the bytes written."""
         ...
@@ -104,6 +112,17 @@ class RealDisk:
 
     def pread(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         return os.preadv(fd, buffers, offset)
+
+    def read_ahead(self, fd: int, offset: int, size_bytes: int) -> None:
+        os.posix_fadvise(fd, offset, size_bytes, os.POSIX_FADV_WILLNEED)
+
+    def pread_now(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        try:
+            return os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS):
+                return 0
+            raise
 
     def pwrite(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         return os.pwritev(fd, buffers, offset)

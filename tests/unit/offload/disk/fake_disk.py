@@ -143,6 +143,13 @@ class FakeDisk:
             if holder == fd:
                 del self._locks[file]
 
+    def read_ahead(self, fd: int, offset: int, size_bytes: int) -> None:
+        """A hint, which nobody has to take."""
+
+    def pread_now(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        """Nothing but what hangs has to be waited for."""
+        return 0 if "pread" in self.hanging else self.pread(fd, buffers, offset)
+
     def pread(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         self._begin("pread")
         data = self._open[fd][0].data

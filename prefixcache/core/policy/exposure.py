@@ -47,7 +47,7 @@ class Exposure:
 
     def remove(self, classes: NDArray[np.int64], times_s: Floats) -> None:
         """Blocks of these classes, last used then, wait no longer."""
-        cells = np.searchsorted(self._starts[: self._used], times_s, side="right") - 1
+        cells = self._starts[: self._used].searchsorted(times_s, side="right") - 1
         np.subtract.at(self._counts, (cells, classes), 1)
 
     def by_age(self, now: float) -> Floats:

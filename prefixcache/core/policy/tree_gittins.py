@@ -14,6 +14,7 @@ learns at the pace of the trace. Must not know: slots, sessions.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from prefixcache.core.namespaces import Namespace
 
 SAMPLED_LEAVES: Final = 64
-NEW_STEPS: Final = np.array([2, 6, 20, 60])  # new blocks of the request: below 2, below 6, ..., more
+NEW_STEPS: Final = (2, 6, 20, 60)  # new blocks of the request: below 2, below 6, ..., more
 SEEN_STEPS: Final = np.array([3, 4, 7, 17])  # times seen: 2, 3, 4-6, 7-16, more
 PREFIX_KINDS: Final = 3  # the block in front was never seen before, once, more often
 QUICK_S: Final = 2.0  # a block that was used again sooner is one of a loop, which has a rhythm of its own
@@ -230,12 +231,12 @@ def prefix_kind(seen: int) -> int:
 
 def class_of_new(new_blocks: int, traits: Classes) -> Classes:
     """Class of blocks seen once."""
-    return traits * _NEW_KINDS + int(np.searchsorted(NEW_STEPS, new_blocks, side="right"))
+    return traits * _NEW_KINDS + bisect_right(NEW_STEPS, new_blocks)
 
 
 def class_seen_again(seen: Classes, traits: NDArray[Any], waited_s: Floats) -> Classes:
     """Class of blocks seen more than once, the last time after `waited_s`."""
-    kinds: Classes = np.searchsorted(SEEN_STEPS, seen, side="right") * _TRAITS + traits
+    kinds: Classes = SEEN_STEPS.searchsorted(seen, side="right") * _TRAITS + traits
     return _FIRST_SEEN_AGAIN + 2 * kinds + (waited_s < QUICK_S)
 
 

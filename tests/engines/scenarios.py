@@ -122,6 +122,7 @@ def counts(llm: Any) -> dict[str, Any]:
         "engine_requests": len(_core(llm).scheduler.requests),
         "without_draft": dict(scheduler.without_draft),
         "draft": _draft_counts(_draft_scheduler(llm)),
+        "s_per_token": getattr(_core(llm).scheduler.connector._cost, "s_per_token", None),
     }
 
 

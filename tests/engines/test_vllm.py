@@ -1,6 +1,7 @@
 """vLLM with the connector: what one engine stored, another process with other pages loads, and says the same."""
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -77,6 +78,15 @@ def test_a_prompt_that_shares_a_part(first: Engine, cold: Output) -> None:
 def test_salt_separates(first: Engine, cold: Output) -> None:
     salted = first.one(LONG, cache_salt="another")
     assert (salted.cached, salted.tokens) == (0, cold.tokens)
+
+
+def test_what_a_token_costs_is_learnt_from_steps(first: Engine, cold: Output) -> None:
+    for seed in range(70, 74):
+        first.one(prompt(seed, 1000), max_tokens=1)
+    began = time.monotonic()
+    first.one(prompt(75, 1000), max_tokens=1)
+    took_s = time.monotonic() - began
+    assert 0.2 < 1000 * first.call("counts")["s_per_token"] / took_s < 1.5
 
 
 def test_fresh_process_with_other_pages(second: Engine, cold: Output) -> None:

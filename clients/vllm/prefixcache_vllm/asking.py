@@ -18,6 +18,7 @@ from typing import Final, Protocol
 from prefixcache_client import Client, Lease, LeaseTicket, Namespace, PromptKeys
 from prefixcache_client.reasons import INTERNAL
 from prefixcache_vllm.chain import RequestChain
+from prefixcache_vllm.cost import ComputeCost
 
 _THREADS: Final = 3
 """Enough that a question for blocks on disk does not hold up the next ones."""
@@ -113,8 +114,12 @@ class Asker(Protocol):
 class DaemonAsker:
     """Asks the daemon through the SDK."""
 
-    def __init__(self, client: Client, timeout_s: float, load_timeout_s: float) -> None:
+    def __init__(
+        self, client: Client, timeout_s: float, load_timeout_s: float, cost: ComputeCost | None = None
+    ) -> None:
+        """cost: of computing a token, as far as it is known by then; None: the client knows."""
         self._client = client
+        self._cost = cost
         self._timeouts = (timeout_s, load_timeout_s)
         self._work: queue.SimpleQueue[tuple[Ask, int | None] | Hint | None] = queue.SimpleQueue()
         self._hints_from = 0.0
@@ -183,6 +188,7 @@ class DaemonAsker:
                 from_token=question.from_token,
                 timeout_s=timeout_s,
                 load_timeout_s=load_timeout_s,
+                recompute_s_per_token=None if self._cost is None else self._cost.s_per_token,
             )
         except _MISTAKES:
             return ask.came(Found(None, INTERNAL), None)

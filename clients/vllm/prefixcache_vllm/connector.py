@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from prefixcache_client import Client
 from prefixcache_vllm.announcing import Announcements
 from prefixcache_vllm.asking import DaemonAsker
+from prefixcache_vllm.cost import ComputeCost
 from prefixcache_vllm.draft_identity import DraftModel, draft_identity
 from prefixcache_vllm.draft_worker import WithDraftWorker
 from prefixcache_vllm.drafting import DRAFT_SHARE, DraftSide, WithDrafts, shares
@@ -64,6 +65,7 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
         self._draft: DraftModel | None = None
         self._draft_packing: Packing = "plain"
         self._asker: DaemonAsker | None = None
+        self._cost: ComputeCost | None = None
         self._removals: Removals | None = None
         self._ended: Ended | None = None
         self._unsaved: StepOrders | None = None
@@ -93,7 +95,9 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
     def _schedule(self, vllm_config: Any, engine: EngineIdentity, options: Options, client: Client) -> None:
         transfer, draft = vllm_config.kv_transfer_config, self._draft
         directions = {"loads": transfer.is_kv_consumer, "saves": transfer.is_kv_producer}
-        asker = self._asker = DaemonAsker(client, options.ask_timeout_s, options.load_timeout_s)
+        self._now = engine.loads_in_step(options)
+        self._cost = None if options.recompute_s_per_token else ComputeCost()
+        asker = self._asker = DaemonAsker(client, options.ask_timeout_s, options.load_timeout_s, self._cost)
         self._client = client
         if draft is None:
             self._sides = self._scheduler = SchedulerSide(engine, options, asker, **directions)
@@ -231,6 +235,9 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
     def build_connector_meta(self, scheduler_output: Any) -> PrefixCacheMetadata:
         """See the base class."""
         orders = NOTHING if self._sides is None else self._sides.step(scheduler_output)
+        if self._cost is not None:
+            loads_in_it = self._now and bool(orders.loads)
+            self._cost.begins(scheduler_output.num_scheduled_tokens, only_computes=not loads_in_it)
         return _NO_ORDERS if orders is NOTHING else PrefixCacheMetadata(orders)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -268,7 +275,9 @@ class PrefixCacheConnector(base.KVConnectorBase_V1, _HYBRID):  # type: ignore[mi
         return True
 
     def take_events(self) -> Iterable[Any]:
-        """See the base class."""
+        """See the base class. Called when a step is over."""
+        if self._cost is not None:
+            self._cost.ends()
         side = self._scheduler
         if side is None or side.announcements is None:
             return []

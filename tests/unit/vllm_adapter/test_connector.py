@@ -1,6 +1,7 @@
 """The connector as vLLM calls it, both sides, against a real daemon: the order of calls of a new version and of an old
 one, with KV caches in the form GPUs have."""
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ def new(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
 class Engine:
     """What vLLM does around its connectors, a step at a time."""
 
-    def __init__(self, folder: Path, daemon: DaemonProcess, *, new: bool) -> None:
+    def __init__(self, folder: Path, daemon: DaemonProcess, *, new: bool, cost: float = 0.002) -> None:
         from prefixcache_vllm import PrefixCacheConnector
 
         save_file({"model.weight": torch.ones(4, 4)}, folder / "model.safetensors")
@@ -43,7 +44,7 @@ class Engine:
         config.kv_events_config = SimpleNamespace(enable_kv_cache_events=True)
         config.kv_transfer_config = SimpleNamespace(
             kv_connector_extra_config={
-                "prefixcache.address": f"unix://{daemon.socket}", "prefixcache.recompute_s_per_token": 0.002,
+                "prefixcache.address": f"unix://{daemon.socket}", "prefixcache.recompute_s_per_token": cost,
             },
             is_kv_consumer=True,
             is_kv_producer=True, kv_load_failure_policy="fail",
@@ -183,6 +184,30 @@ def test_the_daemon_is_told_what_a_token_costs_to_compute(engine: Engine, monkey
     monkeypatch.setattr(acquire, "acquire", listen)
     engine.matched(FakeRequest("a", list(range(1, 201))))
     assert told == [0.002]
+
+
+def test_what_a_token_costs_is_learnt_where_nobody_says_it(
+    tmp_path: Path, daemon: DaemonProcess, new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+    ask = acquire.acquire
+
+    def listen(link: Any, ns: Any, prompt: Any, wish: acquire.Wish) -> Any:
+        told.append(wish[3])
+        return ask(link, ns, prompt, wish)
+
+    monkeypatch.setattr(acquire, "acquire", listen)
+    engine = Engine(tmp_path, daemon, new=new, cost=0.0)
+    assert engine.matched(FakeRequest("a", list(range(1, 201)))) == (0, False)
+    seconds = itertools.count()
+    engine.scheduler._cost._clock = lambda: float(next(seconds))
+    for number in range(4):
+        engine.scheduler.build_connector_meta(step({f"b{number}": 500}, {}))
+        engine.scheduler.take_events()
+    assert engine.matched(FakeRequest("c", list(range(1, 201)))) == (0, False)
+    engine.close()
+    assert told[0] == 0.0, "not known yet"
+    assert told[1] == 1.0 / 500
 
 
 def test_a_load_without_its_daemon_is_reported(engine: Engine, daemon: DaemonProcess) -> None:

@@ -1,5 +1,5 @@
 """One rank of an engine that stores together with others, as a process: `python -m tests.e2e.rank_worker SOCKET RANK
-RANKS [hang]`. Tensors are pages of its own heads, made from a seed that all ranks know.
+RANKS CODEC [hang]`. Tensors are pages of its own heads, made from a seed that all ranks know.
 
 Commands on stdin: `store TICKET SEED` (hex, int), `give_up TICKET`; what came of each on stdout. With `hang` a store
 says "copied" when its bytes are in the slots, and waits for a line before it looks at generations and commits.
@@ -30,8 +30,8 @@ Array = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
 
-def namespace(client: Client, digest: bytes = b"r" * 32) -> Namespace:
-    return client.namespace(LAYOUT, digest, block_tokens=SIZE)
+def namespace(client: Client, digest: bytes = b"r" * 32, codec: str = "raw") -> Namespace:
+    return client.namespace(LAYOUT, digest, block_tokens=SIZE, codec=codec)
 
 
 def tokens_of(seed: int) -> list[int]:
@@ -92,9 +92,9 @@ def _hanging() -> Iterator[None]:
     sys.stdin.readline()
 
 
-def main(socket: str, rank: int, ranks: int, *, hang: bool) -> None:
+def main(socket: str, rank: int, ranks: int, codec: str, *, hang: bool) -> None:
     client = Client(f"unix://{socket}", ClientOptions(timeout_s=20, store_timeout_s=20, reservation_ttl_s=2.0))
-    ns = namespace(client)
+    ns = namespace(client, codec=codec)
     client.open()
     print("ready", flush=True)
     while words := sys.stdin.readline().split():
@@ -110,4 +110,4 @@ def main(socket: str, rank: int, ranks: int, *, hang: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), hang="hang" in sys.argv)
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], hang="hang" in sys.argv)

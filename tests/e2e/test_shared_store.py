@@ -50,11 +50,11 @@ class RankProcess:
 
 
 @contextmanager
-def ranks(daemon: DaemonProcess, count: int, hanging: int = -1) -> Iterator[list[RankProcess]]:
+def ranks(daemon: DaemonProcess, count: int, hanging: int = -1, codec: str = "raw") -> Iterator[list[RankProcess]]:
     """All ranks of an engine; `hanging`: the one that stops between its copy and its commit."""
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.rank_worker", str(daemon.socket), str(rank), str(count)]
+            [sys.executable, "-m", "tests.e2e.rank_worker", str(daemon.socket), str(rank), str(count), codec]
             + (["hang"] if rank == hanging else []),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )
@@ -90,9 +90,9 @@ def loaded(client: Client, seed: int) -> int:
     return blocks
 
 
-def canonical(client: Client, seed: int) -> list[bytes]:
+def canonical(client: Client, seed: int, codec: str = "raw") -> list[bytes]:
     """Digests of the first part of every stored block, as the daemon has it."""
-    with client.acquire(namespace(client), tokens_of(seed)) as lease:
+    with client.acquire(namespace(client, codec=codec), tokens_of(seed)) as lease:
         found = []
         for block in range(lease.tokens // SIZE):
             with lease.view(block) as data:
@@ -110,20 +110,24 @@ def skipped(daemon: DaemonProcess, label: str) -> int:
     return sum(each.value for each in counters if (each.name, each.label) == ("blocks_skipped", label))
 
 
-@pytest.mark.parametrize("count", [2, 4, 8])
-def test_ranks_store_the_bytes_that_one_process_would(daemon: DaemonProcess, client: Client, count: int) -> None:
+@pytest.mark.parametrize(("count", "codec"), [(2, "raw"), (4, "raw"), (8, "raw"), (4, "int8"), (8, "int4")])
+def test_ranks_store_the_bytes_that_one_process_would(
+    daemon: DaemonProcess, client: Client, count: int, codec: str
+) -> None:
     """With 8 ranks each head is on two of them."""
-    with ranks(daemon, count) as engine:
+    with ranks(daemon, count, codec=codec) as engine:
         name = ticket()
         for rank in engine:
             rank.tell("store", name, 1)
         told = [rank.heard().split() for rank in engine]
     assert sorted(int(each[0]) for each in told) == [0] * (count - 1) + [BLOCKS]
     assert {each[1] for each in told} == {"-"}
-    assert loaded(client, 1) == BLOCKS
-    together = canonical(client, 1)
-    client.store(namespace(client), tokens_of(2), RankTensors(pages_of(1), 0, 1))
-    assert canonical(client, 2) == together
+    if codec == "raw":
+        assert loaded(client, 1) == BLOCKS
+    together = canonical(client, 1, codec)
+    assert len(together) == BLOCKS
+    client.store(namespace(client, codec=codec), tokens_of(2), RankTensors(pages_of(1), 0, 1))
+    assert canonical(client, 2, codec) == together
     assert nothing_held(daemon)
 
 

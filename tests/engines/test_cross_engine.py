@@ -36,6 +36,7 @@ class Kind(NamedTuple):
     max_kl: float
     sure: int
     texts: int
+    codec: str = "raw"
 
 
 KINDS = (
@@ -45,6 +46,8 @@ KINDS = (
     Kind("smollm2", "bfloat16", 3 * MAX_KL, 1, 7),
     # Where next to nothing is rounded: whatever blocks lost on their way (float16 costs 3e-5) would show.
     Kind("smollm2", "float32", MAX_KL / 1e6, 4, 2),
+    # What the codec itself may move it by.
+    Kind("smollm2", "float32", MAX_KL / 10, 4, 4, "int8"),
 )
 
 
@@ -59,7 +62,7 @@ class Pair(NamedTuple):
     for_vllm: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind.model}-{kind.dtype}")
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind.model}-{kind.dtype}-{kind.codec}")
 def pair(
     request: pytest.FixtureRequest,
     checkpoints: Checkpoints,
@@ -71,11 +74,11 @@ def pair(
     folder = ensure_smollm2() if kind.model == "smollm2" else checkpoints(kind.model)
     address = f"unix://{daemon.socket}"
     log = tmp_path_factory.mktemp(kind.model) / "log"
-    settings = {"max_model_len": 2048, "dtype": kind.dtype, "connector": {"ask_timeout_s": 5.0}}
+    settings = {"max_model_len": 2048, "dtype": kind.dtype, "connector": {"ask_timeout_s": 5.0, "codec": kind.codec}}
     try:
         with (
             Engine(folder, address, log=log, **settings) as vllm,
-            TransformersSide(folder, address, getattr(torch, kind.dtype)) as transformers,
+            TransformersSide(folder, address, getattr(torch, kind.dtype), kind.codec) as transformers,
         ):
             yield Pair(kind, address, vllm, transformers, *_texts(kind, folder))
     finally:

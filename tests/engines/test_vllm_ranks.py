@@ -20,6 +20,7 @@ from tests.engines.vllm_engine import Engine
 
 LAYERS, HEADS, DIM, BLOCK = 3, 2, 64, 64
 LONG, OTHER = prompt(1, 700), prompt(2, 700)
+NEAR, MOST = 0.05, 0.98
 PAIR: dict[str, Any] = {
     "tensor_parallel_size": 2, "distributed_executor_backend": "mp", "dtype": "float32",
     "environ": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
@@ -195,3 +196,26 @@ def test_a_rank_that_is_killed(
         expected = alone.one(asked, cache_salt="cold")
     again = alone.one(asked)
     assert (again.cached, again.tokens) == (640 if moment == "load" else 0, expected.tokens)
+
+
+def test_two_ranks_and_one_share_int8(shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Each rank codes its heads, each stage its layers; what one rank goes on from is what it would have stored."""
+    address, small = f"unix://{shared_daemon.socket}", {"connector": {"codec": "int8"}}
+    with Engine(checkpoints("llama"), address, log=tmp_path / "pair", **PAIR, **small) as pair:
+        computed = pair.one(LONG)
+        pair.call("settle_ranks")
+        again = pair.one(LONG)
+        assert (computed.cached, again.cached) == (0, 640)
+    with Engine(checkpoints("llama"), address, log=tmp_path / "alone", dtype="float32", **small) as alone:
+        loaded = alone.one(LONG)
+        together = alone.call("stored", prompt=LONG)
+        assert loaded.cached == 640
+        assert abs(loaded.logprobs[0] - computed.logprobs[0]) < NEAR
+        alone.one(LONG, cache_salt="alone")
+        alone.call("settle")
+        by_itself = alone.call("stored", prompt=LONG, salt="alone")
+    one, other = (
+        np.array([np.frombuffer(bytes.fromhex(each), np.uint8) for each in of]) for of in (together, by_itself)
+    )
+    assert one.shape == other.shape
+    assert np.mean(one == other) > MOST, "two ranks add up in another order than one, and codes may differ by one"

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prefixcache_client import Client
-from prefixcache_transformers import Daemon, PrefixCache
+from prefixcache_transformers import CacheOptions, Daemon, PrefixCache
 from prefixcache_transformers.model_identity import model_identity
 
 MAX_KL = 1e-3
@@ -21,8 +21,8 @@ MAX_KL = 1e-3
 class TransformersSide:
     """One model; use it in a `with`."""
 
-    def __init__(self, folder: Path, address: str, dtype: torch.dtype = torch.bfloat16) -> None:
-        self._begin(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), address)
+    def __init__(self, folder: Path, address: str, dtype: torch.dtype = torch.bfloat16, codec: str = "raw") -> None:
+        self._begin(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), address, codec)
 
     @classmethod
     def of(cls, engine: Any, address: str) -> Self:
@@ -31,9 +31,9 @@ class TransformersSide:
         side._begin(engine, address)
         return side
 
-    def _begin(self, engine: Any, address: str) -> None:
+    def _begin(self, engine: Any, address: str, codec: str = "raw") -> None:
         self._client = Client(address)
-        self.cache = PrefixCache(engine, Daemon(self._client))
+        self.cache = PrefixCache(engine, Daemon(self._client), CacheOptions(codec=codec))
         self.model: Any = self.cache.model
         self.model.generation_config.eos_token_id = None
 
@@ -47,8 +47,9 @@ class TransformersSide:
     @property
     def fingerprint(self) -> str:
         """Of the namespace its blocks are in."""
+        options = self.cache.options
         identity = model_identity(
-            self.model, self.cache.shape, block_tokens=self.cache.options.block_tokens, epoch=0, tenant=""
+            self.model, self.cache.shape, block_tokens=options.block_tokens, epoch=0, tenant="", codec=options.codec
         )
         return identity.fingerprint().hex()
 

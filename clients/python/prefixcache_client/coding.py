@@ -30,7 +30,7 @@ def plan(form: BlockFormat, run: SlotRun, slots: Slots, tensors: KvTensors) -> l
         some = slice(first, first + step)
         raw = moves.raw_slots(shape, len(slots[some]))
         planned = tensors.jobs(form.source, run.part, run.blocks[some], raw)
-        jobs.append(CodedJob(form.coder, shape, dtype, slots[some], planned))
+        jobs.append(CodedJob(form.coder, shape, dtype, slots[some], planned, run.heads, run.layers))
     return jobs
 
 

@@ -11,7 +11,7 @@ It must not know what a rank is, nor calls.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prefixcache.v1 import cache_pb2
 from prefixcache_client.blocks import BlockFormat
@@ -33,8 +33,6 @@ class Portion:
         """Raises ValueError for a portion that this layout does not have."""
         if len(self.ticket) != ID_BYTES:
             raise ValueError(f"a ticket is {ID_BYTES} bytes, got {len(self.ticket)}")
-        if form.coder is not None:
-            raise ValueError("coded blocks are stored by one process")
         if len(self.heads) != len(form.shapes) or len(self.layers) not in (0, len(form.shapes)):
             raise ValueError(f"heads and layers must name one range for each of the {len(form.shapes)} parts")
         for part, shape in enumerate(form.shapes):
@@ -49,8 +47,12 @@ class Portion:
         return any(self._has(part) and (not part_mask or part_mask >> part & 1) for part in range(len(self.heads)))
 
     def of(self, runs: list[SlotRun]) -> list[SlotRun]:
-        """The slots of which it writes something."""
-        return [run for run in runs if self._has(run.part)]
+        """The slots of which it writes something, with what that is."""
+        return [
+            replace(run, heads=self.heads[run.part], layers=self.layers[run.part] if self.layers else None)
+            for run in runs
+            if self._has(run.part)
+        ]
 
     def written(self, runs: list[SlotRun]) -> list[cache_pb2.WrittenPart]:
         """What it has written, for a commit."""

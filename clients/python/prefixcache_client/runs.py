@@ -5,7 +5,7 @@ message. It must not know pools or transports.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,8 @@ from prefixcache_client.errors import Unreachable
 class SlotRun:
     """Slots of one part in one pool.
 
-    `blocks`: i64[n], positions in the prompt, ascending; `slots`: u32[n]; `generations`: u64[n].
+    `blocks`: i64[n], positions in the prompt, ascending; `slots`: u32[n]; `generations`: u64[n]. `heads`, `layers`:
+    what of each block this process writes, of several that store together; None is all.
     """
 
     part: int
@@ -27,6 +28,8 @@ class SlotRun:
     blocks: npt.NDArray[np.int64]
     slots: npt.NDArray[np.uint32]
     generations: npt.NDArray[np.uint64]
+    heads: range | None = None
+    layers: range | None = None
 
     def within(self, wanted: range) -> "SlotRun | None":
         """The blocks of this run that lie in `wanted`, or None."""
@@ -36,7 +39,7 @@ class SlotRun:
         if low >= high:
             return None
         cut = slice(low, high)
-        return SlotRun(self.part, self.pool, self.blocks[cut], self.slots[cut], self.generations[cut])
+        return replace(self, blocks=self.blocks[cut], slots=self.slots[cut], generations=self.generations[cut])
 
     @property
     def count(self) -> int:

@@ -25,6 +25,8 @@ from prefixcache.identity.layout import DTYPE_BITS, GroupKind, Layout, LayoutErr
 from prefixcache.identity.model import namespace_from_hf
 from prefixcache.identity.tensors import TensorFileError
 from prefixcache.identity.weights import weights_digest
+from prefixcache_client.blocks import BlockFormat
+from prefixcache_offload.codecs.formats import RAW, CodecError
 from prefixcache_vllm.encoder import NO_ENCODER, Encoder, encoder_of
 from prefixcache_vllm.options import Options
 from prefixcache_vllm.ranks import Rank, splits
@@ -137,11 +139,12 @@ def model_identity(vllm_config: Any, kv_cache_config: Any, options: Options, run
         raise CannotShareError("layout_unknown", str(error)) from error
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     _check_layout(namespace.layout, specs, ranks, some=stages > 1)
+    identity = namespace.identity if options.codec == RAW else _coded(namespace.identity, options.codec)
     groups = tuple(
         GroupPages(_layers(group.layer_names, namespace.layout, runs.takes), int(group.kv_cache_spec.block_size))
         for group in kv_cache_config.kv_cache_groups
     )
-    return EngineIdentity(namespace.identity, groups, str(getattr(model, "served_model_name", "") or model.model))
+    return EngineIdentity(identity, groups, str(getattr(model, "served_model_name", "") or model.model))
 
 
 def is_draft(layer: str) -> bool:
@@ -185,6 +188,16 @@ def _checkpoint_folder(model: Any) -> Path:
         if isinstance(found, str):
             return Path(found).parent
     raise CannotShareError("weights_unknown", f"no safetensors of {name} on this disk")
+
+
+def _coded(identity: NamespaceIdentity, codec: str) -> NamespaceIdentity:
+    """Raises CannotShareError for KV that has no such form."""
+    try:
+        coded = dataclasses.replace(identity, codec=codec)
+        BlockFormat(coded.layout, coded.block_tokens, codec)
+    except (IdentityError, CodecError) as error:
+        raise CannotShareError("codec_unsupported", str(error)) from error
+    return coded
 
 
 def _kv_dtype(model: Any, stated: str) -> str:

@@ -9,8 +9,10 @@ from typing import Any, Final
 
 from prefixcache.identity.keys import DEFAULT_BLOCK_TOKENS
 from prefixcache_client.engine_settings import PREFIX, EngineSettings, read_settings
+from prefixcache_offload.codecs.formats import FORMATS, RAW
 
 _LOADS: Final = ("async", "sync")
+_CODECS: Final = (RAW, *FORMATS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,8 @@ class Options(EngineSettings):
     stored. `load`: "async" lets other requests run while blocks are loaded, "sync" loads inside the step.
     `ask_timeout_s`: how long a request may wait for the daemon's answer. `load_timeout_s`: how long it may wait for
     blocks on a slower tier. `pinned_share`: of the daemon's memory, at most this much is kept for requests that do not
-    run yet. `save_queue`: stores that may wait.
+    run yet. `save_queue`: stores that may wait. `codec`: "raw", or "int8" or "int4", which lose a little and hold two
+    or three times the tokens; engines share only with those of the same codec.
     """
 
     block_tokens: int = DEFAULT_BLOCK_TOKENS
@@ -31,10 +34,13 @@ class Options(EngineSettings):
     load_timeout_s: float = 0.45
     pinned_share: float = 0.25
     save_queue: int = 256
+    codec: str = RAW
 
     def __post_init__(self) -> None:
         if self.load not in _LOADS:
             raise ValueError(f"{PREFIX}load must be one of {', '.join(_LOADS)}, got {self.load!r}")
+        if self.codec not in _CODECS:
+            raise ValueError(f"{PREFIX}codec must be one of {', '.join(_CODECS)}, got {self.codec!r}")
         if self.block_tokens < 1 or self.save_queue < 1:
             raise ValueError(f"{PREFIX}block_tokens and {PREFIX}save_queue must be at least 1")
         if self.ask_timeout_s <= 0 or self.load_timeout_s < 0 or not 0 < self.pinned_share <= 1:

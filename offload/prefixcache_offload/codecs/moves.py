@@ -6,6 +6,7 @@ into the engine's tensor; what cannot be told apart (an array of an odd shape, a
 copy. Storing always does: the codes of a channel need all of its tokens. Generations are the caller's business.
 """
 
+import dataclasses
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,7 @@ class CodedJob(NamedTuple):
     """Blocks of one part. `shape`, `dtype`: of the raw part. `slots`: u32[n], block i's coded slot.
 
     `jobs`: moves between the engine's tensors and raw blocks of `raw_stride(shape)` bytes each, block i being the i-th.
+    `heads`, `layers`: what of the blocks a store writes, where others write the rest; None is all.
     """
 
     form: Format
@@ -44,11 +46,29 @@ class CodedJob(NamedTuple):
     dtype: str
     slots: Slots
     jobs: list[Job]
+    heads: range | None = None
+    layers: range | None = None
+
+    @property
+    def written(self) -> PartShape:
+        """The shape of what a store writes of each block, raw."""
+        heads = self.shape.kv_heads if self.heads is None else len(self.heads)
+        layers = self.shape.layers if self.layers is None else len(self.layers)
+        return dataclasses.replace(self.shape, kv_heads=heads, layers=layers)
+
+    @property
+    def place(self) -> tuple[slice, slice]:
+        """Where among heads and layers that is."""
+        return _slice(self.heads), _slice(self.layers)
 
     @property
     def total_bytes(self) -> int:
         """Raw bytes to move."""
         return sum(job.total_bytes for job in self.jobs)
+
+
+def _slice(some: range | None) -> slice:
+    return slice(None) if some is None else slice(some.start, some.stop)
 
 
 def raw_slots(shape: PartShape, count: int) -> Slots:
@@ -166,13 +186,15 @@ def _load_by_copy(pool: Memory, coded: CodedJob) -> None:
 
 
 def _store_by_copy(pool: Memory, coded: CodedJob) -> None:
-    shape = coded.shape
+    shape, written = coded.shape, coded.written
+    axes = (shape.kv_heads, shape.layers, shape.layer_bytes)
+    heads, layers = coded.place
     if "torch" not in sys.modules:
         raw = _raw_array(coded)
         transfer.store(Memory.of_bytes(raw.reshape(-1)), coded.jobs)
-        made = np.empty((len(coded.slots), coded.form.coded(shape).part_bytes), np.uint8)
-        blocks = np.ascontiguousarray(raw[:, : shape.part_bytes])
-        arrays.encode(coded.form, shape, coded.dtype, blocks, made)
+        made = np.empty((len(coded.slots), coded.form.coded(written).part_bytes), np.uint8)
+        blocks = raw[:, : shape.part_bytes].reshape(-1, *axes)[:, heads, layers]
+        arrays.encode(coded.form, written, coded.dtype, np.ascontiguousarray(blocks).reshape(len(made), -1), made)
         _scatter(pool, coded, made)
         return
 
@@ -181,9 +203,9 @@ def _store_by_copy(pool: Memory, coded: CodedJob) -> None:
     memory, _ = Memory.of_tensor(raw_copy)
     transfer.store(memory, coded.jobs)
     memory.wait()
-    blocks_of = raw_copy[:, : shape.part_bytes].contiguous()
-    if device.type != "cpu" or not pool.on_host:
-        _scatter(pool, coded, tensors.encode(coded.form, shape, coded.dtype, blocks_of).cpu().numpy())
+    blocks_of = raw_copy[:, : shape.part_bytes].unflatten(1, axes)[:, heads, layers].flatten(1).contiguous()
+    if device.type != "cpu" or not pool.on_host or written != shape:
+        _scatter(pool, coded, tensors.encode(coded.form, written, coded.dtype, blocks_of).cpu().numpy())
         return
     size = coded.form.coded(shape).part_bytes
     views = [Strided(slot * SLOT_GRANULE, (size,), (1,)) for slot in coded.slots.tolist()]
@@ -244,5 +266,11 @@ def _gathered_to(pool: Memory, coded: CodedJob, device: "torch.device") -> "torc
 
 
 def _scatter(pool: Memory, coded: CodedJob, blocks: arrays.Bytes) -> None:
+    """u8[n, coded bytes of what is written] into the slots; each head's layers lie together, its own as well."""
+    shape, written = coded.form.coded(coded.shape), coded.form.coded(coded.written)
+    first_head, first_layer = (0 if some is None else some.start for some in (coded.heads, coded.layers))
+    offset = first_head * shape.head_bytes + first_layer * shape.layer_bytes
+    axes = (written.kv_heads, written.layers * written.layer_bytes)
     for row, slot in zip(blocks, coded.slots.tolist(), strict=True):
-        np.copyto(_slot_view(pool, coded, slot), row)
+        view = Strided(slot * SLOT_GRANULE + offset, axes, (shape.head_bytes, 1))
+        np.copyto(pool.array(view, 1), row.reshape(axes))

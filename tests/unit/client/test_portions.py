@@ -62,9 +62,16 @@ def test_what_a_layout_does_not_have(ticket: bytes, heads: tuple[range, ...], la
         Portion(ticket, heads, layers).check(namespace().form)
 
 
-def test_coded_blocks_are_stored_by_one() -> None:
-    with pytest.raises(ValueError, match="coded"):
-        Portion(TICKET, (range(4), range(1))).check(namespace(codec="int8").form)
+def test_runs_say_what_of_a_block_is_written() -> None:
+    portion = Portion(TICKET, (range(2, 4), range(1)), (range(1, 3), range(1)))
+    portion.check(namespace(codec="int8").form)
+    one, other = portion.of([run(0), run(1)])
+    assert (one.heads, one.layers, other.heads, other.layers) == (range(2, 4), range(1, 3), range(1), range(1))
+    cut = one.within(range(1, 2))
+    assert cut is not None
+    assert (cut.blocks.tolist(), cut.heads, cut.layers) == ([1], range(2, 4), range(1, 3))
+    (whole, _) = Portion(TICKET, (range(4), range(1))).of([run(0), run(1)])
+    assert (whole.heads, whole.layers) == (range(4), None)
 
 
 def test_names_of_reservations() -> None:

@@ -34,7 +34,8 @@ def new(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
 class Engine:
     """What vLLM does around its connectors, a step at a time."""
 
-    def __init__(self, folder: Path, daemon: DaemonProcess, *, new: bool, cost: float = 0.002) -> None:
+    def __init__(self, folder: Path, daemon: DaemonProcess, *, new: bool, **settings: Any) -> None:
+        """settings: of the connector."""
         from prefixcache_vllm import PrefixCacheConnector
 
         save_file({"model.weight": torch.ones(4, 4)}, folder / "model.safetensors")
@@ -44,7 +45,8 @@ class Engine:
         config.kv_events_config = SimpleNamespace(enable_kv_cache_events=True)
         config.kv_transfer_config = SimpleNamespace(
             kv_connector_extra_config={
-                "prefixcache.address": f"unix://{daemon.socket}", "prefixcache.recompute_s_per_token": cost,
+                "prefixcache.address": f"unix://{daemon.socket}", "prefixcache.recompute_s_per_token": 0.002,
+                **{f"prefixcache.{name}": value for name, value in settings.items()},
             },
             is_kv_consumer=True,
             is_kv_producer=True, kv_load_failure_policy="fail",
@@ -173,6 +175,21 @@ def test_what_the_daemon_drops_is_told(engine: Engine, daemon: DaemonProcess) ->
     assert wait_until(lambda: dropped() == stored)
 
 
+def test_int8_is_loaded_nearly_as_it_was_stored(tmp_path: Path, daemon: DaemonProcess, new: bool) -> None:
+    engine = Engine(tmp_path, daemon, new=new, codec="int8")
+    first, second = list(range(1, 8)), list(range(30, 37))
+    compute(engine, "a", first)
+    again = FakeRequest("b", list(range(1, 201)))
+    assert engine.matched(again) == (192, True)
+    engine.place(again, second, 192)
+    assert engine.step_until("finished_recving", "b").invalid_block_ids == set()
+    for tensor in engine.caches.values():
+        assert torch.allclose(tensor[:, second[:6]], tensor[:, first[:6]], atol=1 / 128)
+        assert not torch.equal(tensor[:, second[:6]], tensor[:, first[:6]])
+        assert not tensor[:, second[6]].any(), "tokens behind the last block are the engine's own"
+    engine.close()
+
+
 def test_the_daemon_is_told_what_a_token_costs_to_compute(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
     ask = acquire.acquire
@@ -197,7 +214,7 @@ def test_what_a_token_costs_is_learnt_where_nobody_says_it(
         return ask(link, ns, prompt, wish)
 
     monkeypatch.setattr(acquire, "acquire", listen)
-    engine = Engine(tmp_path, daemon, new=new, cost=0.0)
+    engine = Engine(tmp_path, daemon, new=new, recompute_s_per_token=0.0)
     assert engine.matched(FakeRequest("a", list(range(1, 201)))) == (0, False)
     seconds = itertools.count()
     engine.scheduler._cost._clock = lambda: float(next(seconds))

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from prefixcache.identity.model import namespace_from_hf
 from prefixcache.identity.weights import weights_digest
+from prefixcache_client import Namespace
 from prefixcache_vllm.identity import CannotShareError, engine_identity, in_new_epoch, layer_index
 from prefixcache_vllm.options import Options
 
@@ -175,6 +176,24 @@ def test_ranks_that_have_the_same_head(folder: Path) -> None:
     assert several.identity == one.identity
     assert one.loads_in_step(Options(load="sync"))
     assert not several.loads_in_step(Options(load="sync")), "some of them store nothing"
+
+
+def test_smaller_forms_share_with_nobody_else(folder: Path) -> None:
+    found = {
+        codec: engine_identity(config_of(folder), kv_config(), Options(codec=codec)).identity
+        for codec in ("raw", "int8", "int4")
+    }
+    assert len({identity.fingerprint() for identity in found.values()}) == 3
+    assert found["raw"] == engine_identity(config_of(folder), kv_config(), Options()).identity
+    sizes = [Namespace(found[codec]).block_bytes for codec in ("raw", "int8", "int4")]
+    assert sizes[0] > 1.5 * sizes[1] > 2 * sizes[2]
+
+
+def test_what_has_no_smaller_form(folder: Path) -> None:
+    config = config_of(folder, cache_config__cache_dtype="fp8")
+    with pytest.raises(CannotShareError) as caught:
+        engine_identity(config, kv_config(dtype=torch.uint8), Options(codec="int8"))
+    assert caught.value.reason == "codec_unsupported"
 
 
 def test_epochs_are_never_the_same(folder: Path) -> None:

@@ -23,6 +23,7 @@ def test_reads_ours_and_leaves_others() -> None:
         ({"prefixcache.load": "later"}, "async, sync"),
         ({"prefixcache.pinned_share": 0.0}, "pinned_share"),
         ({"prefixcache.block_tokens": 0}, "block_tokens"),
+        ({"prefixcache.codec": "int3"}, "raw, int8, int4"),
     ],
 )
 def test_refuses(extra: dict[str, object], word: str) -> None:

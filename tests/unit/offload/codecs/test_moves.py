@@ -168,6 +168,45 @@ def test_engines_pages(form: Format, axes: str, page_tokens: int, monkeypatch: p
     assert np.array_equal(empty.read(), pool.coded)
 
 
+PORTIONS = {
+    "heads": [(range(1), None), (range(1, 2), None)],
+    "layers": [(range(2), range(2)), (range(2), range(2, 3))],
+    "both": [(range(each, each + 1), some) for each in range(2) for some in (range(1), range(1, 3))],
+}
+
+
+@pytest.mark.parametrize("form", [INT8, INT4], ids=lambda form: form.name)
+@pytest.mark.parametrize("portions", PORTIONS)
+@pytest.mark.parametrize("with_torch", [True, False])
+def test_what_several_write_is_what_one_would_have_written(
+    form: Format, portions: str, monkeypatch: pytest.MonkeyPatch, *, with_torch: bool
+) -> None:
+    """Each has tensors of its own heads and layers alone, and changes nobody else's bytes."""
+    pool, empty = Pool(form), Pool(form)
+    places = np.arange(BLOCKS) * SHAPE.tokens
+    every = layer_tensors("bcthd", SHAPE.tokens, BLOCKS)
+    raw = np.zeros(BLOCKS * raw_stride(SHAPE), np.uint8).reshape(BLOCKS, -1)
+    raw[:, : SHAPE.part_bytes] = pool.raw.view(torch.uint8).numpy()
+    transfer.load(Memory.of_bytes(raw.reshape(-1)), paged_jobs(every, "bcthd", places))
+    if not with_torch:
+        monkeypatch.setattr(moves, "sys", type("NoTorch", (), {"modules": {}}))
+    for heads, layers in PORTIONS[portions]:
+        jobs = [
+            plan(
+                SHAPE,
+                Span(heads.start, len(heads), layer, 1),
+                EngineTensor.of(every[layer][:, :, :, heads.start : heads.stop], "bcthd", "kv"),
+                moves.raw_slots(SHAPE, BLOCKS),
+                places,
+            )
+            for layer in layers or range(SHAPE.layers)
+        ]
+        before = empty.data.copy()
+        moves.store(empty.memory, [empty.job(jobs)._replace(heads=heads, layers=layers)])
+        assert not before[empty.data != before].any(), "somebody had written there"
+    assert np.array_equal(empty.read(), pool.coded)
+
+
 def test_without_torch_the_same_bytes_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moves, "sys", type("NoTorch", (), {"modules": {}}))
     pool = Pool(INT8)

@@ -34,6 +34,10 @@ def test_a_tier_that_works_has_no_trouble(daemon: Daemon) -> None:
     assert not [name for name in told if name.startswith("prefixcache_tier_trouble")]
 
 
+def test_how_long_the_restart_took(daemon: Daemon) -> None:
+    assert wait_until(lambda: float(metrics(daemon)["prefixcache_disk_recovery_seconds"]) > 0)
+
+
 def test_why_it_takes_no_more_is_told_in_the_words_of_health(daemon: Daemon) -> None:
     assert daemon.disk is not None
     assert daemon.disk.tier is not None

@@ -18,6 +18,7 @@ from prefixcache.v1 import admin_pb2, common_pb2
 from prefixcache_client import Blocks, Client, ClientOptions, Namespace
 from tests.e2e.processes import DaemonProcess, wait_until
 from tests.e2e.test_daemon_process import stats_of
+from tests.e2e.test_disk import flush
 from tests.issues.workers import BLOCK_BYTES, BLOCK_TOKENS, LAYOUT, bytes_of, namespace
 
 BLOCKS = 8  # of 128 KiB: 1 MiB a prompt
@@ -77,6 +78,27 @@ def tier(stats: admin_pb2.GetStatsResponse) -> admin_pb2.TierStats:
 
 def counter(stats: admin_pb2.GetStatsResponse, name: str, label: str = "") -> int:
     return next((each.value for each in stats.counters if each.name == name and each.label == label), 0)
+
+
+def test_all_tiers_together_under_a_policy_that_learns(folder: Path, tmp_path: Path) -> None:
+    """The start command of the README, with the stand-in for a device."""
+    flags = "--disk", str(tmp_path / "disk"), "--disk-bytes", "64MiB", "--gpu", "cpu=3MiB", "--policy", "tg"
+    daemon = DaemonProcess(folder, *flags)
+    try:
+        with Client(address(daemon), ON_GPU) as client:
+            for prompt in range(3):
+                store(client, prompt)
+            assert climb(client, 2)
+        assert flush(daemon) == 3 * BLOCKS
+        daemon.kill()
+        daemon = DaemonProcess(folder, *flags)
+        with Client(address(daemon), ON_GPU) as client:
+            assert wait_until(lambda: load(client, 0) == {"disk": BLOCKS * BLOCK_TOKENS})
+            assert climb(client, 0)
+        states = {common_pb2.Tier.Name(tier.tier): tier.state for tier in stats_of(daemon).tiers}
+        assert states == {"TIER_HOST": "on", "TIER_GPU": "on", "TIER_DISK": "on"}
+    finally:
+        daemon.kill()
 
 
 def test_what_is_hit_again_is_read_from_gpu_memory(daemon: DaemonProcess) -> None:

@@ -69,9 +69,11 @@ class Metrics(Collector):
             yield _labelled(stats.counters, "disk_packed_bytes", ["form"])
             for name in ("disk_writes", "disk_reads"):
                 yield _labelled(stats.counters, name, ["outcome"])
-            took = next(each.value for each in stats.counters if (each.name, each.label) == ("disk_recovery_us", "took"))
+            counters = {(each.name, each.label): each.value for each in stats.counters}
             text = "How long it took after the start until all that is on disk was known; 0 until then"
-            yield GaugeMetricFamily("prefixcache_disk_recovery_seconds", text, took / 1e6)
+            yield GaugeMetricFamily(
+                "prefixcache_disk_recovery_seconds", text, counters["disk_recovery_us", "took"] / 1e6
+            )
 
     def _calls(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(

@@ -4,11 +4,13 @@ prompts that come as embeddings, which share with nobody."""
 import shutil
 from pathlib import Path
 
-from tests.e2e.processes import DaemonProcess
+from tests.e2e.processes import DaemonProcess, wait_until
 from tests.engines import models
 from tests.engines.conftest import Checkpoints
 from tests.engines.test_vllm import prompt
+from tests.engines.test_vllm_server import HITS
 from tests.engines.vllm_engine import Engine, Output
+from tests.engines.vllm_server import Server, documented_flag
 
 LONG = prompt(31, 700)
 
@@ -57,6 +59,37 @@ def test_adapters_and_embeddings_separate(
         # Another one under a name that was taken, as after unloading and loading in a server.
         renamed = _ask(engine, copy, lora_name=one, lora_int_id=2000)
         assert (renamed.cached, renamed.tokens) == (640, said[one])
+
+
+def test_adapters_over_http(shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """As a user serves them: a model's name is an adapter's, and one that two names lead to is one."""
+    one, other = (str(tmp_path / name) for name in ("one", "other"))
+    models.make_lora(Path(one), 11)
+    models.make_lora(Path(other), 12)
+    flags = [
+        "--kv-transfer-config", documented_flag(f"unix://{shared_daemon.socket}"), "--no-enable-prefix-caching",
+        "--enable-lora", "--max-loras", "3", "--max-lora-rank", "8",
+        "--lora-modules", f"one={one}", f"other={other}", f"again={one}",
+    ]  # fmt: skip
+    tokens = prompt(32, 700)
+    with Server(checkpoints("llama"), tmp_path / "server.log", *flags) as server:
+
+        def asked(name: str) -> tuple[tuple[int, ...], float]:
+            before = server.metric(HITS)
+            said = tuple(server.complete(tokens, model=name))
+            return said, server.metric(HITS) - before
+
+        def stored(blocks: int) -> bool:
+            return server.metric("vllm:prefixcache_saved_blocks_total") >= blocks
+
+        said = {}
+        for number, name in enumerate(("tiny", "one", "other"), 1):
+            said[name], hit = asked(name)
+            assert hit == 0, f"{name} found what is not its own"
+            assert wait_until(lambda number=number: stored(11 * number))
+        assert len(set(said.values())) == 3
+        for name, known in (("tiny", "tiny"), ("one", "one"), ("other", "other"), ("again", "one")):
+            assert asked(name) == (said[known], 640), name
 
 
 def _ask(engine: Engine, adapter: str | None, **more: object) -> Output:

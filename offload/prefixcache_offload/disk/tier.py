@@ -33,6 +33,8 @@ from prefixcache_offload.disk.watch import Prober, Watchdog
 from prefixcache_offload.disk.writer import Writer
 
 _LOWEST_PRIORITY = 19
+_WRITERS_PRIORITY = 5
+"""Whoever answers a request gets the core first; a busy machine leaves a writer a quarter of one, twice what it needs."""
 
 
 class SegmentRow(NamedTuple):
@@ -92,7 +94,7 @@ class DiskTier:
         self.recovery = Recovery(self._shared)
         """Iterate it once, on a thread of your own, to be told what is there."""
         self._threads = [
-            *self._started(options.writers, "write", self._writer),
+            *self._started(options.writers, "write", self._writer, nice=_WRITERS_PRIORITY),
             *self._started(options.readers, "read", self._reader),
             *self._started(options.packer_threads, "pack", self._writer.packer, nice=_LOWEST_PRIORITY),
         ]
@@ -105,7 +107,8 @@ class DiskTier:
     ) -> list[threading.Thread]:
         def run() -> None:
             if nice:
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+                thread = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), nice))
             whole = False
             try:
                 while worker.wait_for_work():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 
 from prefixcache_offload.disk import ENTRY, DiskOptions, Outcome
+from prefixcache_offload.disk.options import DiskCodec
 from prefixcache_offload.disk.reader import group_neighbours
 from prefixcache_offload.disk.records import PAGE, Kind, digest, record_pages
+from tests.e2e.processes import wait_until
 from tests.unit.offload.disk.fake_disk import FakeDisk
 from tests.unit.offload.disk.log import PATH, SMALL, Job, Log, entries_of, memory_for, numbers_of, payload
 
@@ -363,6 +366,20 @@ def test_kinds_cannot_be_chosen_by_the_caller() -> None:
 
 
 @pytest.mark.slow
+def test_whoever_writes_or_packs_lets_others_have_the_core_first(tmp_path: Path) -> None:
+    log = Log(None, replace(BIG, codec=DiskCodec.LOSSLESS), str(tmp_path / "data"))
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def niceness() -> dict[str, int]:
+        return {
+            each.name.rpartition("-")[0]: os.getpriority(os.PRIO_PROCESS, each.native_id or 0)
+            for each in log.tier._threads
+        }
+
+    assert wait_until(lambda: niceness() == {"disk-write": max(own, 5), "disk-read": own, "disk-pack": 19})
+    log.tier.close()
+
+
 def test_a_storm_of_threads_keeps_every_promise(tmp_path: Path) -> None:
     """Writers, readers and a cleaner on a real directory; every end once, every byte right, the cap held."""
     log = Log(None, BIG, str(tmp_path / "data"))

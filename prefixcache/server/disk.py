@@ -169,6 +169,7 @@ class DiskStore:
         shell = self._orders.shell
         assert shell is not None
         clock, began = shell.owner.clock, shell.owner.clock()
+        self.report.recovery_s = 0.0
         self.report.recovery_began_s = began - shell.started_at
         self._open_namespaces(shell, tier)
         self._orders.clear_again()

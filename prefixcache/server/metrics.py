@@ -70,7 +70,7 @@ class Metrics(Collector):
             for name in ("disk_writes", "disk_reads"):
                 yield _labelled(stats.counters, name, ["outcome"])
             counters = {(each.name, each.label): each.value for each in stats.counters}
-            text = "How long it took after the start until all that is on disk was known; 0 until then"
+            text = "How long it took to read what is on disk; 0 until that is over"
             yield GaugeMetricFamily(
                 "prefixcache_disk_recovery_seconds", text, counters["disk_recovery_us", "took"] / 1e6
             )

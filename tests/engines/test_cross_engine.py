@@ -47,7 +47,7 @@ KINDS = (
     # Where next to nothing is rounded: whatever blocks lost on their way (float16 costs 3e-5) would show.
     Kind("smollm2", "float32", MAX_KL / 1e6, 4, 2),
     # What the codec itself may move it by.
-    Kind("smollm2", "float32", MAX_KL / 10, 4, 4, "int8"),
+    Kind("smollm2", "float32", MAX_KL / 10, 4, 2, "int8"),
 )
 
 

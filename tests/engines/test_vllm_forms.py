@@ -83,20 +83,14 @@ def test_other_numbers(
         assert loaded.logprobs == own.logprobs
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma3"])
-def test_smaller_forms_of_numbers(
-    shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path: Path, model: str
-) -> None:
+def test_smaller_forms_of_numbers(shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path: Path) -> None:
     """int8 loses a little: every token's log-probability stays near, also where blocks are loaded from their middle on
     and where windows are copied before they are coded. Nothing is shared with those that keep all bits."""
     address, small = f"unix://{shared_daemon.socket}", {"codec": "int8"}
     settings = {"max_num_batched_tokens": 256, "block_size": 32}
-    with Engine(checkpoints(model), address, log=tmp_path / "raw", **settings) as engine:
-        raw = engine.call("fingerprint")
-    with Engine(checkpoints(model), address, log=tmp_path / "small", connector=small, **settings) as engine:
-        if model == "gemma3" and not engine.call("reports_failures"):
+    with Engine(checkpoints("gemma3"), address, log=tmp_path / "log", connector=small, **settings) as engine:
+        if not engine.call("reports_failures"):
             pytest.skip("this vLLM cannot be told which requests' loads failed (failed_recving)")
-        assert engine.call("fingerprint") != raw
         cold, forked = engine.one(LONG), engine.one(FORKED, cache_salt="cold")
         assert cold.cached == 0, "whatever others have stored"
         engine.call("settle")

@@ -199,7 +199,7 @@ def test_a_rank_that_is_killed(
 
 
 def test_two_ranks_and_one_share_int8(shared_daemon: DaemonProcess, checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """Each rank codes its heads, each stage its layers; what one rank goes on from is what it would have stored."""
+    """Each rank codes its heads; what one rank goes on from is what it would have stored."""
     address, small = f"unix://{shared_daemon.socket}", {"connector": {"codec": "int8"}}
     with Engine(checkpoints("llama"), address, log=tmp_path / "pair", **PAIR, **small) as pair:
         computed = pair.one(LONG)

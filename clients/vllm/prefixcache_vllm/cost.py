@@ -36,9 +36,9 @@ class ComputeCost:
         """0.0: not known yet."""
 
     def begins(self, tokens_by_request: Mapping[str, int], *, only_computes: bool = True) -> None:
-        """A step was scheduled. `only_computes`: nothing else takes time in it."""
-        if tokens_by_request:
-            self._under_way.append((_of_prompts(tokens_by_request) if only_computes else 0, self._clock()))
+        """A step was scheduled, maybe one without a token: it ends like any other. `only_computes`: nothing else takes
+        time in it."""
+        self._under_way.append((_of_prompts(tokens_by_request) if only_computes else 0, self._clock()))
 
     def ends(self) -> None:
         """The oldest step that was under way is over."""

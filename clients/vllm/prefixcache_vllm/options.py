@@ -24,7 +24,8 @@ class Options(EngineSettings):
     `ask_timeout_s`: how long a request may wait for the daemon's answer. `load_timeout_s`: how long it may wait for
     blocks on a slower tier. `pinned_share`: of the daemon's memory, at most this much is kept for requests that do not
     run yet. `save_queue`: stores that may wait. `codec`: "raw", or "int8" or "int4", which lose a little and hold two
-    or three times the tokens; engines share only with those of the same codec.
+    or three times the tokens; engines share only with those of the same codec. `recompute_s_per_token` is
+    learnt from the engine's steps where it is 0.
     """
 
     block_tokens: int = DEFAULT_BLOCK_TOKENS

@@ -69,7 +69,7 @@ class Directory:
             self.require()
         return self.disk.open(self.file(segment_name(number)), create=create, direct=self.direct)
 
-    def open_to_scan(self, number: int) -> int:
+    def open_cached(self, number: int) -> int:
         """Descriptor of a segment file for reads through the page cache, which can be asked for ahead. Raises
         OSError."""
         return self.disk.open(self.file(segment_name(number)), write=False)

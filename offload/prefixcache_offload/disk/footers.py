@@ -6,7 +6,7 @@ What the entries mean is not known here.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -20,7 +20,12 @@ from prefixcache_offload.disk.shared import Shared
 
 _TAIL_BYTES = 32 << 10
 """Trailer and footer of a segment of 2 MiB blocks in one read."""
+_MOST_TAIL_BYTES = 1 << 20
 _AHEAD = 16
+
+
+class _NotYetError(Exception):
+    """It would have to be waited for."""
 
 
 class _Asked(NamedTuple):
@@ -46,6 +51,7 @@ class Footers:
         self._shared = shared
         self._queue: deque[_Asked] = deque()
         self._tail = scratch(_TAIL_BYTES)
+        """To read into, as long as what is asked for: the longest footer there was."""
 
     def __enter__(self) -> Self:
         return self
@@ -69,15 +75,15 @@ class Footers:
             segment = self._shared.table.hold(number)
         if segment is None:
             return
-        disk = self._shared.disk
         try:
             with self._shared.calling():
-                fd = self._shared.directory.open_to_scan(number)
-                disk.read_ahead(fd, max(segment.size_bytes - _TAIL_BYTES, 0), _TAIL_BYTES)
+                fd = self._shared.directory.open_cached(number)
         except OSError as error:
             self._queue.append(_Asked(segment, -1, error))
-        else:
-            self._queue.append(_Asked(segment, fd))
+            return
+        with self._shared.calling():
+            self._shared.disk.read_ahead(fd, max(segment.size_bytes - len(self._tail), 0), len(self._tail))
+        self._queue.append(_Asked(segment, fd))
 
     @contextmanager
     def next(self, most: int) -> Iterator[list[Footer]]:
@@ -98,39 +104,51 @@ class Footers:
 
     def _fetched(self, asked: _Asked, *, wait: bool) -> Footer | None:
         """None where it would have to be waited for: what came before it can be told meanwhile."""
-        segment, fd = asked.segment, asked.fd
+        segment = asked.segment
         if asked.failed is not None:
             return Footer(segment, None, asked.failed)
-        tail = self._tail[: min(segment.size_bytes, _TAIL_BYTES)]
-        offset = segment.size_bytes - len(tail)
         try:
-            if not wait and self._shared.disk.pread_now(fd, [tail], offset) < len(tail):
-                return None
-            got = _read(self._shared, fd, tail, offset) if wait else np.frombuffer(tail, np.uint8)
-            return Footer(segment, _footer_of(self._shared, segment, fd, got))
+            return Footer(segment, self._entries(segment, asked.fd, self._read if wait else self._come))
+        except _NotYetError:
+            return None
         except OSError as error:
             return Footer(segment, None, error)
+
+    def _entries(self, segment: Segment, fd: int, read: Callable[[int, Buffer, int], Bytes]) -> Entries | None:
+        """The entries of a held segment, or None if it has no good footer. Raises what `read` does."""
+        size = segment.size_bytes
+        if size < PAGE or size % PAGE:
+            return None
+        first = max(size - len(self._tail), 0)
+        tail = read(fd, self._tail[: size - first], first)
+        if tail.size < size - first:
+            return None
+        trailer = read_trailer(tail[-PAGE:], segment.number, size, self._shared.directory.nonce)
+        if trailer is None:
+            return None
+        start = int(trailer["footer_page"]) * PAGE
+        if start >= first:
+            return read_footer(tail[start - first : -PAGE], trailer)
+        raw = read(fd, scratch(size - PAGE - start), start)
+        if len(self._tail) < size - start <= _MOST_TAIL_BYTES:
+            self._tail = scratch(size - start)  # others will be as long
+        return read_footer(raw, trailer)
+
+    def _read(self, fd: int, buffer: Buffer, offset: int) -> Bytes:
+        return _read(self._shared, fd, buffer, offset)
+
+    def _come(self, fd: int, buffer: Buffer, offset: int) -> Bytes:
+        """As `_read` of what is there. Raises _NotYetError, and has the rest fetched."""
+        disk = self._shared.disk
+        if disk.pread_now(fd, [buffer], offset) < len(buffer):
+            disk.read_ahead(fd, offset, len(buffer))
+            raise _NotYetError
+        return np.frombuffer(buffer, np.uint8)
 
     def _let_go(self, asked: Collection[_Asked]) -> None:
         with self._shared.lock:
             fds = [fd for each in asked for fd in self._shared.table.let_go(each.segment)]
         self._shared.close_fds([*fds, *(each.fd for each in asked if each.failed is None)])
-
-
-def _footer_of(shared: Shared, segment: Segment, fd: int, tail: Bytes) -> Entries | None:
-    """The entries of a held segment, or None if it has no good footer. tail: the end of its file. Raises OSError."""
-    size = segment.size_bytes
-    if size < PAGE or size % PAGE or tail.size < min(size, _TAIL_BYTES):
-        return None
-    trailer = read_trailer(tail[-PAGE:], segment.number, size, shared.directory.nonce)
-    if trailer is None:
-        return None
-    start = int(trailer["footer_page"]) * PAGE
-    if start >= size - tail.size:
-        raw = tail[start - (size - tail.size) : -PAGE]
-    else:
-        raw = _read(shared, fd, scratch(size - PAGE - start), start)
-    return read_footer(raw, trailer)
 
 
 def read_piece(shared: Shared, segment: Segment, offset: int, size_bytes: int) -> Bytes:

@@ -95,9 +95,15 @@ class Recovery:
                 if not footers.waiting:
                     continue
                 with footers.next(_AT_ONCE) as taken:
-                    entries = self._judged([(footer.segment, self._read(footer)) for footer in taken])
-                    numbers = [footer.segment.number for footer in taken]
-                    yield Recovered(numbers, entries, len(found) + footers.waiting)
+                    yield from self._told(taken, len(found) + footers.waiting)
+
+    def _told(self, taken: list[Footer], behind: int) -> Iterator[Recovered]:
+        """Some held segments, with so many unread behind them."""
+        left = len(taken) + behind
+        for some in _without_waiting(taken):
+            entries = self._judged([(footer.segment, self._read(footer)) for footer in some])
+            left -= len(some)
+            yield Recovered([footer.segment.number for footer in some], entries, left)
 
     def _read(self, footer: Footer) -> Entries | None:
         """What is in a held segment, newest sequence first; None if that cannot be read now."""
@@ -206,6 +212,18 @@ class Recovery:
         except OSError:
             self._shared.counters.files_left += 1
         self.counters.emptied += 1
+
+
+def _without_waiting(footers: list[Footer]) -> list[list[Footer]]:
+    """Cut in front of each that more has to be read of, which may hang: what is newer is told first."""
+    groups: list[list[Footer]] = []
+    for footer in footers:
+        entries = footer.entries
+        waits = entries is None or bool((entries["kind"] == _TOMBSTONE).any())
+        if waits or not groups:
+            groups.append([])
+        groups[-1].append(footer)
+    return groups
 
 
 def _only(entries: Entries, owner: Owners, mask: Mask) -> tuple[Entries, Owners]:

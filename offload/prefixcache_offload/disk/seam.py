@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 Buffer = memoryview
@@ -39,7 +40,8 @@ class Disk(Protocol):
         ...
 
     def read_ahead(self, fd: int, offset: int, size_bytes: int) -> None:
-        """Begin to fetch what will be read soon through the page cache. Waits for nothing, and promises nothing."""
+        """Begin to fetch what will be read soon through the page cache. Waits for nothing, promises nothing, and never
+        fails."""
         ...
 
     def pread_now(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
@@ -114,13 +116,16 @@ class RealDisk:
         return os.preadv(fd, buffers, offset)
 
     def read_ahead(self, fd: int, offset: int, size_bytes: int) -> None:
-        os.posix_fadvise(fd, offset, size_bytes, os.POSIX_FADV_WILLNEED)
+        with suppress(OSError):  # a sandbox may not know such calls
+            os.posix_fadvise(fd, offset, size_bytes, os.POSIX_FADV_WILLNEED)
 
     def pread_now(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         try:
-            return os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
+            return os.preadv(fd, buffers, offset, _NOWAIT) if _NOWAIT else 0
+        except RuntimeError:  # "not implemented": a C library that is older than the call
+            return 0
         except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS):
+            if error.errno in _CANNOT_TELL:
                 return 0
             raise
 
@@ -240,5 +245,7 @@ def after(buffers: Sequence[Buffer], done: int) -> Sequence[Buffer]:
     return rest
 
 
+_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
+_CANNOT_TELL = (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]

@@ -34,7 +34,7 @@ from prefixcache_offload.disk.writer import Writer
 
 _LOWEST_PRIORITY = 19
 _WRITERS_PRIORITY = 5
-"""Whoever answers a request gets the core first; a busy machine leaves a writer a quarter of one, twice what it needs."""
+"""Whoever answers a request gets the core first; a busy machine leaves a writer a quarter, and a tenth is enough."""
 
 
 class SegmentRow(NamedTuple):

@@ -52,7 +52,7 @@ def gittins_index(hazards: Floats) -> Floats:
     # Reuses are spread evenly over a bin.
     area = np.zeros_like(survival)
     np.cumsum((survival[:-1] + survival[1:]) / 2 * _WIDTHS_S[:, None], axis=0, out=area[1:])
-    # By distance of the horizon, for all bins at once: one bin after the other would fold its horizons in a step more.
+    # By distance of the horizon, for all bins at once: the same numbers from fewer calls, and none that folds.
     index, chance, wait = np.zeros((3, *hazards.T.shape))
     for ahead in range(1, len(survival)):
         bins = len(survival) - ahead

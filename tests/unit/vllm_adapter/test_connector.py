@@ -217,7 +217,7 @@ def test_what_a_token_costs_is_learnt_where_nobody_says_it(
     engine = Engine(tmp_path, daemon, new=new, recompute_s_per_token=0.0)
     assert engine.matched(FakeRequest("a", list(range(1, 201)))) == (0, False)
     seconds = itertools.count()
-    engine.scheduler._cost._clock = lambda: float(next(seconds))
+    engine.scheduler._cost.__init__(lambda: float(next(seconds)))
     for number in range(4):
         engine.scheduler.build_connector_meta(step({f"b{number}": 500}, {}))
         engine.scheduler.take_events()

@@ -365,7 +365,6 @@ def test_kinds_cannot_be_chosen_by_the_caller() -> None:
     assert job.wait().entries["kind"][0] == Kind.BLOCK
 
 
-@pytest.mark.slow
 def test_whoever_writes_or_packs_lets_others_have_the_core_first(tmp_path: Path) -> None:
     log = Log(None, replace(BIG, codec=DiskCodec.LOSSLESS), str(tmp_path / "data"))
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -376,10 +375,13 @@ def test_whoever_writes_or_packs_lets_others_have_the_core_first(tmp_path: Path)
             for each in log.tier._threads
         }
 
-    assert wait_until(lambda: niceness() == {"disk-write": max(own, 5), "disk-read": own, "disk-pack": 19})
-    log.tier.close()
+    try:
+        assert wait_until(lambda: niceness() == {"disk-write": max(own, 5), "disk-read": own, "disk-pack": 19})
+    finally:
+        log.tier.close()
 
 
+@pytest.mark.slow
 def test_a_storm_of_threads_keeps_every_promise(tmp_path: Path) -> None:
     """Writers, readers and a cleaner on a real directory; every end once, every byte right, the cap held."""
     log = Log(None, BIG, str(tmp_path / "data"))

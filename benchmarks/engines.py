@@ -42,8 +42,11 @@ class Sizes:
     load_pairs: int
 
 
-FULL = Sizes("mid", "heavy", 1536 * MIB, (2048, 8192), 3, 40, 200, 12)
-QUICK = Sizes("tiny", "tiny", 256 * MIB, (512, 1024), 2, 4, 8, 2)
+FULL = Sizes("mid", "heavy", 1536 * MIB, (2048, 2049, 8192), 3, 40, 200, 12)
+QUICK = Sizes("tiny", "tiny", 256 * MIB, (512, 513, 1024), 2, 4, 8, 2)
+ENGINES = 4
+"""So many times both engines of a comparison are started: two processes of the same program differ by some percent for
+as long as they live, which pairs of requests alone would take for a difference between the programs."""
 
 
 def main() -> int:
@@ -88,27 +91,35 @@ def measure(folder: Path, sections: set[str], *, quick: bool) -> dict[str, Any]:
 
 
 def first_tokens(model: Path, address: str, sizes: tuple[int, ...], rounds: int) -> list[dict[str, float]]:
-    """Time to the first token: computed, from vLLM's own cache, and from the daemon in a process that never saw it."""
+    """Time to the first token: computed and from its own cache in an engine without the connector, and from the daemon
+    in a process that never saw the prompt.
+
+    An engine's own cache holds whole pages of 128 tokens of a prompt without its last token: of 2,048 tokens it
+    computes 128 again, which is its worst case, of 2,049 one, which is its best. The daemon's blocks are of 64 tokens.
+    """
     prompts = {size: [prompt(size * 100 + i, size) for i in range(rounds if size < 8000 else 1)] for size in sizes}
-    cold: dict[int, list[float]] = {}
     with Child(model, address) as engine:
         engine.warm_up()
-        for size, listed in prompts.items():
-            cold[size] = [engine.first_token_s(each) for each in listed]
+        for listed in prompts.values():
+            for each in listed:
+                engine.first_token_s(each)
         engine.settle()
     rows = []
-    with Child(model, address, enable_prefix_caching=True) as engine:
+    settings = {"enable_prefix_caching": True}
+    with Child(model, address, **settings) as engine, Child(model, None, **settings) as plain:
         engine.warm_up()
+        plain.warm_up()
         for size, listed in prompts.items():
+            cold = [plain.first_token_s(each) for each in listed]
             warm, own = [], []
             for each in listed * (3 // len(listed)):
-                engine.forget_own_cache()
                 warm.append(engine.first_token_s(each))
-                own.append(engine.first_token_s(each))
+                engine.forget_own_cache()
+                own.append(plain.first_token_s(each))
             rows.append(
                 {
                     "tokens": size,
-                    "cold_ttft_s": statistics.median(cold[size]),
+                    "cold_ttft_s": statistics.median(cold),
                     "own_warm_ttft_s": statistics.median(own),
                     "warm_ttft_s": statistics.median(warm),
                 }
@@ -118,18 +129,16 @@ def first_tokens(model: Path, address: str, sizes: tuple[int, ...], rounds: int)
 
 def overhead(model: Path, address: str, pairs: int) -> dict[str, float]:
     """Requests that share nothing, with and without the connector in turn; and the connector's own CPU time."""
-    with Child(model, address, profile=True) as ours, Child(model, None) as plain:
-        for engine in (ours, plain):
-            engine.warm_up()
-        ratios = []
-        for i in range(pairs):
-            each = [prompt(10_000 + i * IN_A_ROW + j, 256) for j in range(IN_A_ROW)]
-            order = [(ours, "with"), (plain, "without")] if i % 2 else [(plain, "without"), (ours, "with")]
-            took = {name: engine.request_s(*each, max_tokens=8) for engine, name in order}
-            ratios.append(took["without"] / took["with"])
+    ratios: list[float] = []
+    for number in range(ENGINES):
+        done = len(ratios)
+        ratios += no_reuse(model, address, range(done, done + (pairs - done) // (ENGINES - number)))
+    with Child(model, address, profile=True) as engine:
+        engine.warm_up()
         for i in range(max(4, pairs // 4)):
-            ours.request_s(prompt(20_000 + i, 2048), max_tokens=1)
-        share = ours.profile()["share"]
+            engine.request_s(*[prompt(40_000 + i * IN_A_ROW + j, 256) for j in range(IN_A_ROW)], max_tokens=8)
+            engine.request_s(prompt(20_000 + i, 2048), max_tokens=1)
+        share = engine.profile()["share"]
     low, high = interval(ratios)
     return {
         "no_reuse_ratio": high,
@@ -137,6 +146,20 @@ def overhead(model: Path, address: str, pairs: int) -> dict[str, float]:
         "no_reuse_ratio_median": statistics.median(ratios),
         "client_cpu_share": share,
     }
+
+
+def no_reuse(model: Path, address: str, pairs: range) -> list[float]:
+    """Time without the connector / with it, of each pair, in two engines started for it."""
+    with Child(model, address) as ours, Child(model, None) as plain:
+        for engine in (ours, plain):
+            engine.warm_up()
+        ratios = []
+        for i in pairs:
+            each = [prompt(10_000 + i * IN_A_ROW + j, 256) for j in range(IN_A_ROW)]
+            order = [(ours, "with"), (plain, "without")] if i % 2 else [(plain, "without"), (ours, "with")]
+            took = {name: engine.request_s(*each, max_tokens=8) for engine, name in order}
+            ratios.append(took["without"] / took["with"])
+    return ratios
 
 
 def scheduler(model: Path, address: str, requests: int) -> dict[str, float]:
